@@ -1,0 +1,338 @@
+"""The function between the two projections of an expert: one frozen description, one table of kinds.
+
+CONTRACT.md section 2 is the specification. With ``g`` and ``u`` the gate and up parts of the first
+projection of one slot::
+
+    g, u = min(g, limit), clamp(u, -limit, limit)          # limit_position = "pre"
+    a    = act(g)
+    a, u = min(a, limit), clamp(u, -limit, limit)          # limit_position = "post"
+    u    = up_softcap * tanh(u / up_softcap)               # situ
+    h    = a * (u + linear_offset)                         # gated; not gated: h = act(z)
+
+A clamp's gradient is 1 inside **and at** the bound and 0 outside, by explicit masks: frameworks
+disagree at the bound and changed between versions. NaN passes every clamp.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from samebits.errors import must, unknown
+
+LimitPosition = Literal["pre", "post"]
+LIMIT_POSITIONS: tuple[LimitPosition, ...] = ("pre", "post")
+
+
+class ActivationKind(NamedTuple):
+    """One row of ``ACTIVATIONS``: the scalar function of the gate, its derivative, what it reads."""
+
+    # (gate, activation) -> act(gate); differentiable by autograd.
+    function: Callable[[Tensor, "Activation"], Tensor]
+    # (gate, activation) -> d act / d gate.
+    derivative: Callable[[Tensor, "Activation"], Tensor]
+    # Fields of Activation with a meaning for this kind; any other must be at its neutral value.
+    options: frozenset[str]
+    # Fields among ``options`` that have no neutral value and must be given.
+    required: frozenset[str] = frozenset()
+    # False where the kind exists in the gated form only.
+    ungated: bool = True
+
+
+def _silu(gate: Tensor, activation: "Activation") -> Tensor:
+    return gate * torch.sigmoid(activation.alpha * gate)
+
+
+def _silu_derivative(gate: Tensor, activation: "Activation") -> Tensor:
+    sigmoid = torch.sigmoid(activation.alpha * gate)
+    return sigmoid * (1.0 + activation.alpha * gate * (1.0 - sigmoid))
+
+
+def _gelu(gate: Tensor, activation: "Activation") -> Tensor:
+    return 0.5 * gate * (1.0 + torch.erf(gate * math.sqrt(0.5)))
+
+
+def _gelu_derivative(gate: Tensor, activation: "Activation") -> Tensor:
+    density = torch.exp(-0.5 * gate * gate) * (1.0 / math.sqrt(2.0 * math.pi))
+    return 0.5 * (1.0 + torch.erf(gate * math.sqrt(0.5))) + gate * density
+
+
+# tanh approximation of gelu: 0.5 g (1 + tanh(√(2/π) (g + 0.044715 g³))), Hendrycks & Gimpel 2016.
+_GELU_TANH_SCALE = math.sqrt(2.0 / math.pi)
+_GELU_TANH_CUBIC = 0.044715
+
+
+def _gelu_tanh(gate: Tensor, activation: "Activation") -> Tensor:
+    inner = _GELU_TANH_SCALE * (gate + _GELU_TANH_CUBIC * gate * gate * gate)
+    return 0.5 * gate * (1.0 + torch.tanh(inner))
+
+
+def _gelu_tanh_derivative(gate: Tensor, activation: "Activation") -> Tensor:
+    square = gate * gate
+    tanh = torch.tanh(_GELU_TANH_SCALE * (gate + _GELU_TANH_CUBIC * square * gate))
+    slope = _GELU_TANH_SCALE * (1.0 + 3.0 * _GELU_TANH_CUBIC * square)
+    return 0.5 * (1.0 + tanh) + 0.5 * gate * (1.0 - tanh * tanh) * slope
+
+
+def _relu(gate: Tensor, activation: "Activation") -> Tensor:
+    return torch.where(gate < 0, torch.zeros_like(gate), gate)
+
+
+def _relu_derivative(gate: Tensor, activation: "Activation") -> Tensor:
+    return (gate > 0).to(gate.dtype)
+
+
+def _relu2(gate: Tensor, activation: "Activation") -> Tensor:
+    positive = _relu(gate, activation)
+    return positive * positive
+
+
+def _relu2_derivative(gate: Tensor, activation: "Activation") -> Tensor:
+    return 2.0 * _relu(gate, activation)
+
+
+def _situ(gate: Tensor, activation: "Activation") -> Tensor:
+    cap = cast("float", activation.gate_softcap)
+    return cap * torch.tanh(gate / cap) * torch.sigmoid(gate)
+
+
+def _situ_derivative(gate: Tensor, activation: "Activation") -> Tensor:
+    cap = cast("float", activation.gate_softcap)
+    tanh, sigmoid = torch.tanh(gate / cap), torch.sigmoid(gate)
+    return sigmoid * ((1.0 - tanh * tanh) + cap * tanh * (1.0 - sigmoid))
+
+
+_CLAMPED = frozenset({"limit", "limit_position", "linear_offset"})
+
+ACTIVATIONS: Mapping[str, ActivationKind] = {
+    "silu": ActivationKind(_silu, _silu_derivative, _CLAMPED | {"alpha"}),
+    "gelu": ActivationKind(_gelu, _gelu_derivative, _CLAMPED),
+    "gelu_tanh": ActivationKind(_gelu_tanh, _gelu_tanh_derivative, _CLAMPED),
+    "relu": ActivationKind(_relu, _relu_derivative, _CLAMPED),
+    "relu2": ActivationKind(_relu2, _relu2_derivative, _CLAMPED),
+    "situ": ActivationKind(
+        _situ,
+        _situ_derivative,
+        frozenset({"gate_softcap", "up_softcap", "linear_offset"}),
+        required=frozenset({"gate_softcap"}),
+        ungated=False,
+    ),
+}
+
+_NEUTRAL: Mapping[str, object] = {
+    "alpha": 1.0,
+    "limit": None,
+    "limit_position": "pre",
+    "linear_offset": 0.0,
+    "gate_softcap": None,
+    "up_softcap": None,
+}
+# Without an up part there is nothing to clamp on both sides, to offset or to cap.
+_GATED_ONLY = frozenset(_NEUTRAL) - {"alpha"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """Describe the whole function between the two projections; ``Activation()`` is plain SwiGLU.
+
+    Immutable, hashable and free of tensors. ``key`` is its canonical spelling, computed once, here:
+    it is what enters operators and compiled graphs, never the Python floats.
+
+    Raises:
+        TypeError: An option has the wrong type.
+        ValueError: An option is outside its range, or the chosen kind does not use it.
+    """
+
+    # A key of ACTIVATIONS.
+    kind: str = "silu"
+    # False: the first projection has no up part, h = act(z).
+    gated: bool = True
+    # Slope of the gate's sigmoid (silu only); finite, > 0. 1.702 is gpt-oss.
+    alpha: float = 1.0
+    # Clamp bound in activation units; finite, > 0. None leaves values unbounded; 0 is an error.
+    limit: float | None = None
+    # "pre": bound the gate before act (gpt-oss, DeepSeek-V4); "post": bound act(gate) (Step, Ling-3).
+    limit_position: LimitPosition = "pre"
+    # Added to up after its clamp; finite. 1 is gpt-oss.
+    linear_offset: float = 0.0
+    # Soft cap of the gate (situ only, where it must be given); finite, > 0.
+    gate_softcap: float | None = None
+    # Soft cap of up (situ only); finite, > 0. None leaves up as it is.
+    up_softcap: float | None = None
+    # Canonical spelling, for example "silu(alpha=1.702,limit=7.0,linear_offset=1.0)".
+    key: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in ACTIVATIONS:
+            raise ValueError(unknown("activation kind", self.kind, ACTIVATIONS))
+        if not isinstance(self.gated, bool):
+            raise TypeError(must("gated", "be a bool", repr(self.gated)))
+        if self.limit_position not in LIMIT_POSITIONS:
+            raise ValueError(unknown("limit_position", self.limit_position, LIMIT_POSITIONS))
+        for name in ("alpha", "limit", "gate_softcap", "up_softcap"):
+            self._canonical_float(name, positive=True)
+        self._canonical_float("linear_offset", positive=False)
+        self._refuse_unused()
+        object.__setattr__(self, "key", self._spell())
+
+    def _canonical_float(self, name: str, *, positive: bool) -> None:
+        value = getattr(self, name)
+        if value is None and _NEUTRAL[name] is None:
+            return
+        # A 0-d tensor would be read once and go stale: only plain numbers are taken.
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(must(name, "be a plain Python number", repr(value)))
+        number = float(value)
+        if not math.isfinite(number) or (positive and number <= 0):
+            rule = "be finite and > 0" if positive else "be finite"
+            hint = " (None means no clamp)" if name == "limit" else ""
+            raise ValueError(must(name, rule + hint, repr(value)))
+        # -0.0 and 0.0 are one offset and must have one spelling.
+        object.__setattr__(self, name, number + 0.0)
+
+    def _refuse_unused(self) -> None:
+        kind = ACTIVATIONS[self.kind]
+        if not self.gated and not kind.ungated:
+            raise ValueError(must("gated", f"be True for kind {self.kind!r}", self.gated))
+        allowed = kind.options if self.gated else kind.options - _GATED_ONLY
+        for name, neutral in _NEUTRAL.items():
+            value = getattr(self, name)
+            if name not in allowed and value != neutral:
+                form = "" if self.gated else " without a gate"
+                rule = f"be {neutral!r} for kind {self.kind!r}{form}, which does not use it"
+                raise ValueError(must(name, rule, repr(value)))
+        for name in kind.required:
+            if getattr(self, name) is None:
+                raise ValueError(must(name, f"be given for kind {self.kind!r}", None))
+        if self.limit is None and self.limit_position != "pre":
+            raise ValueError(must("limit", "be given with limit_position='post'", None))
+
+    def _spell(self) -> str:
+        options = [] if self.gated else ["gated=False"]
+        options += [
+            f"{name}={getattr(self, name)}"
+            for name, neutral in _NEUTRAL.items()
+            if getattr(self, name) != neutral
+        ]
+        return f"{self.kind}({','.join(options)})" if options else self.kind
+
+    def __str__(self) -> str:
+        return self.key
+
+    @property
+    def columns(self) -> int:
+        """Columns of the first projection per column of ``h``: 2 with a gate, 1 without."""
+        return 2 if self.gated else 1
+
+    @staticmethod
+    def parse(key: str) -> "Activation":
+        """Return the activation that ``key`` spells; the inverse of ``Activation.key``.
+
+        Raises:
+            ValueError: ``key`` is not of the form ``kind`` or ``kind(option=value,…)``.
+        """
+        return _parse(key)
+
+
+@lru_cache(maxsize=1024)
+def _parse(key: str) -> Activation:
+    match = re.fullmatch(r"(\w+)(?:\(([^()]*)\))?", key)
+    if match is None:
+        raise ValueError(must("key", "look like kind(option=value,…)", repr(key)))
+    options: dict[str, Any] = {}
+    known = {f.name for f in fields(Activation)} - {"kind", "key"}
+    for item in filter(None, (match[2] or "").split(",")):
+        name, _, value = item.partition("=")
+        if name not in known:
+            raise ValueError(unknown("activation option", name, known))
+        if name == "gated":
+            options[name] = value == "True"
+        else:
+            options[name] = value if name == "limit_position" else float(value)
+    return Activation(kind=match[1], **options)
+
+
+def clamp_above(value: Tensor, limit: float) -> Tensor:
+    """Return ``min(value, limit)`` with gradient ``not (value > limit)``; NaN stays NaN."""
+    return torch.where(value > limit, limit, value)
+
+
+def clamp_both(value: Tensor, limit: float) -> Tensor:
+    """Return ``clamp(value, -limit, limit)`` with gradient 1 up to and at the bounds; NaN stays NaN."""
+    return torch.where(value > limit, limit, torch.where(value < -limit, -limit, value))
+
+
+def apply(activation: Activation, gate: Tensor, up: Tensor | None) -> Tensor:
+    """Return ``h`` for the gate and up parts of the first projection (module docstring).
+
+    Args:
+        activation: The function.
+        gate: Gate part, or the whole first projection where the activation is not gated; any
+            shape, fp32 or fp64 (the contract computes in fp32).
+        up: Up part, same shape and dtype; None where the activation is not gated.
+
+    Returns:
+        ``h``, same shape and dtype; differentiable.
+
+    Determinism: elementwise.
+    """
+    kind = ACTIVATIONS[activation.kind]
+    if up is None:
+        return kind.function(gate, activation)
+    limit = activation.limit
+    pre = limit is not None and activation.limit_position == "pre"
+    if limit is not None:
+        up = clamp_both(up, limit)
+    if activation.up_softcap is not None:
+        up = activation.up_softcap * torch.tanh(up / activation.up_softcap)
+    act = kind.function(clamp_above(gate, limit) if pre and limit is not None else gate, activation)
+    if limit is not None and not pre:
+        act = clamp_above(act, limit)
+    return act * (up + activation.linear_offset) if activation.linear_offset else act * up
+
+
+class Derivative(NamedTuple):
+    """``h`` and its partial derivatives, elementwise; ``up`` is None where there is no up part."""
+
+    h: Tensor
+    gate: Tensor
+    up: Tensor | None
+
+
+def derivative(activation: Activation, gate: Tensor, up: Tensor | None) -> Derivative:
+    """Return ``h``, ``dh/dgate`` and ``dh/dup`` in closed form; see ``apply``.
+
+    Determinism: elementwise.
+    """
+    kind = ACTIVATIONS[activation.kind]
+    if up is None:
+        return Derivative(kind.function(gate, activation), kind.derivative(gate, activation), None)
+    limit, cap = activation.limit, activation.up_softcap
+    inside_gate: Tensor | None = None
+    inside_up: Tensor | None = None
+    if limit is not None:
+        inside_up = ~((up > limit) | (up < -limit))
+        up = clamp_both(up, limit)
+        if activation.limit_position == "pre":
+            inside_gate = ~(gate > limit)
+            gate = clamp_above(gate, limit)
+    act, slope = kind.function(gate, activation), kind.derivative(gate, activation)
+    if limit is not None and activation.limit_position == "post":
+        inside_gate = ~(act > limit)
+        act = clamp_above(act, limit)
+    up_slope: Tensor | None = None
+    if cap is not None:
+        tanh = torch.tanh(up / cap)
+        up, up_slope = cap * tanh, 1.0 - tanh * tanh
+    linear = up + activation.linear_offset if activation.linear_offset else up
+    d_gate, d_up = slope * linear, act if up_slope is None else act * up_slope
+    if inside_gate is not None:
+        d_gate = torch.where(inside_gate, d_gate, 0.0)
+    if inside_up is not None:
+        d_up = torch.where(inside_up, d_up, 0.0)
+    return Derivative(act * linear, d_gate, d_up)

@@ -1,0 +1,225 @@
+"""The one operator boundary of a layer: what torch.compile sees of a call to any backend.
+
+Options enter as canonical strings, so no Python float reaches a compiled graph; the token count is
+an ordinary dynamic dimension. The backend is chosen inside, from the real tensors.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samebits.activation import Activation
+from samebits.backends import choose
+from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
+from samebits.errors import must
+from samebits.problem import DTYPE_NAMES, DTYPES, ProbPlacement, Problem
+from samebits.weights import Layout, PostExpertNorm
+
+
+class Options(NamedTuple):
+    """What a call is besides its tensors; ``text`` is how it enters an operator."""
+
+    activation: Activation
+    placement: ProbPlacement
+    layout: Layout
+    norm: PostExpertNorm | None
+    out_dtype: torch.dtype | None
+    backend: str
+
+    @property
+    def text(self) -> str:
+        """Canonical spelling, made of strings only so that it can be traced."""
+        norm = "" if self.norm is None else self.norm.key
+        out = "" if self.out_dtype is None else DTYPE_NAMES[self.out_dtype]
+        parts = (self.activation.key, self.placement.value, self.layout.key, norm, out, self.backend)
+        return "|".join(parts)
+
+    @staticmethod
+    def parse(text: str) -> "Options":
+        """Return the options that ``text`` spells."""
+        return _parse(text)
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> Options:
+    activation, placement, layout, norm, out, backend = text.split("|")
+    return Options(
+        Activation.parse(activation),
+        ProbPlacement(placement),
+        Layout.parse(layout),
+        PostExpertNorm(eps=float(norm)) if norm else None,
+        DTYPES[out] if out else None,
+        backend,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _problem(options: Options, sizes: tuple[int, ...], dtypes: tuple[str | None, ...], counted: bool, grad: bool, device: str) -> Problem:
+    hidden, columns, experts, topk, total, start = sizes
+    dtype, gate_up_bias, down_bias, probs = dtypes
+    assert dtype is not None and probs is not None
+    return Problem(
+        H=hidden,
+        F=columns,
+        E=experts,
+        K=topk,
+        N=None if total == experts else total,
+        expert_start=start,
+        dtype=dtype,
+        activation=options.activation,
+        placement=options.placement,
+        layout=options.layout,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        probs=probs,
+        norm_eps=None if options.norm is None else options.norm.eps,
+        out_dtype=None if options.out_dtype is None else DTYPE_NAMES[options.out_dtype],
+        counted=counted,
+        grad=grad,
+        device=device,
+    )
+
+
+@lru_cache(maxsize=64)
+def _device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def problem_of(options: Options, call: Call, num_experts: int, expert_start: int, *, grad: bool) -> Problem:
+    """Return the problem that a call is; every field but T.
+
+    Determinism: pure function of its arguments.
+    """
+
+    def name(tensor: Tensor | None) -> str | None:
+        return None if tensor is None else DTYPE_NAMES[tensor.dtype]
+
+    experts, hidden, columns = call.down.shape
+    return _problem(
+        options,
+        (hidden, columns, experts, call.topk_ids.shape[1], num_experts, expert_start),
+        (name(call.x), name(call.gate_up_bias), name(call.down_bias), name(call.topk_probs)),
+        call.num_valid_tokens is not None,
+        grad,
+        _device_name(call.x.device),
+    )
+
+
+_TENSORS = (
+    "Tensor x, Tensor topk_ids, Tensor topk_probs, Tensor gate_up, Tensor down, "
+    "Tensor? gate_up_bias, Tensor? down_bias, Tensor? norm_scale, Tensor? num_valid_tokens"
+)
+_OPTIONS = "str options, int num_experts, int expert_start"
+torch.library.define(
+    "samebits::experts_forward", f"({_TENSORS}, {_OPTIONS}, bool save) -> (Tensor, Tensor)"
+)
+_RETURNS = ", ".join("Tensor" for _ in DIFFERENTIABLE)
+torch.library.define(
+    "samebits::experts_backward",
+    f"({_TENSORS}, Tensor z, Tensor dout, {_OPTIONS}, bool[] wanted) -> ({_RETURNS})",
+)
+
+
+def _check_ids(call: Call, num_experts: int) -> None:
+    ids = call.topk_ids
+    if ids.device.type != "cpu" or ids.numel() == 0:
+        return
+    if call.num_valid_tokens is not None:
+        ids = ids[: int(call.num_valid_tokens)]
+    low, high = (int(v) for v in ids.aminmax()) if ids.numel() else (0, 0)
+    if low < -1 or high > num_experts:
+        rule = f"be in [0, N) with N = {num_experts}, or -1 or N for a dropped slot"
+        raise ValueError(must("topk_ids", rule, low if low < -1 else high))
+
+
+@torch.library.impl("samebits::experts_forward", "CompositeExplicitAutograd")
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = Call(*arguments[:9])
+    text, num_experts, expert_start, save = arguments[9:]
+    options = Options.parse(text)
+    _check_ids(call, num_experts)
+    problem = problem_of(options, call, num_experts, expert_start, grad=save)
+    out, z = choose(options.backend, problem).forward(problem, call, save=save)
+    return out, z
+
+
+@torch.library.register_fake("samebits::experts_forward")
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = Call(*arguments[:9])
+    text, _, _, save = arguments[9:]
+    out_dtype = Options.parse(text).out_dtype
+    rows = call.topk_ids.shape[0] * call.topk_ids.shape[1] if save else 0
+    out = call.x.new_empty(call.x.shape, dtype=call.x.dtype if out_dtype is None else out_dtype)
+    return out, call.x.new_empty(rows, call.gate_up.shape[1])
+
+
+@torch.library.impl("samebits::experts_backward", "CompositeExplicitAutograd")
+def _backward(*arguments: Any) -> tuple[Tensor, ...]:
+    call = Call(*arguments[:9])
+    z, dout, text, num_experts, expert_start, wanted = arguments[9:]
+    options = Options.parse(text)
+    problem = problem_of(options, call, num_experts, expert_start, grad=True)
+    module = choose(options.backend, problem)
+    grads: Gradients = module.backward(problem, call, z, dout, tuple(wanted))
+    return tuple(call.x.new_empty(0) if g is None else g for g in grads)
+
+
+@torch.library.register_fake("samebits::experts_backward")
+def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    call, wanted = Call(*arguments[:9]), arguments[14]
+    tensors = [getattr(call, name) for name in DIFFERENTIABLE]
+    return tuple(
+        torch.empty_like(t) if want and t is not None else call.x.new_empty(0)
+        for t, want in zip(tensors, wanted, strict=True)
+    )
+
+
+class _Experts(torch.autograd.Function):
+    """Tie the two operators together; saves the inputs and ``z``."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        out, z = torch.ops.samebits.experts_forward(*arguments, True)
+        ctx.save_for_backward(*arguments[:9], z)
+        ctx.options = arguments[9:]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, z = ctx.saved_tensors
+        # Inputs are in the order of Call; topk_ids (1) and num_valid_tokens (8) have no gradient.
+        places = [Call._fields.index(name) for name in DIFFERENTIABLE]
+        wanted = [ctx.needs_input_grad[i] for i in places]
+        grads = torch.ops.samebits.experts_backward(*tensors, z, douts[0], *ctx.options, wanted)
+        result: list[Tensor | None] = [None] * 12
+        for place, want, grad in zip(places, wanted, grads, strict=True):
+            result[place] = grad if want else None
+        return tuple(result)
+
+
+def run(call: Call, options: Options, num_experts: int, expert_start: int) -> Tensor:
+    """Run one call through the operator; differentiable once.
+
+    Args:
+        call: Validated tensors.
+        options: Everything else.
+        num_experts: N.
+        expert_start: First expert held here.
+
+    Returns:
+        ``(T, H)``.
+
+    Determinism: the chosen backend's.
+    """
+    arguments = (*call, options.text, num_experts, expert_start)
+    tensors = (getattr(call, name) for name in DIFFERENTIABLE)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        out: Tensor = _Experts.apply(*arguments)
+        return out
+    out, _ = torch.ops.samebits.experts_forward(*arguments, False)
+    return out

@@ -1,0 +1,135 @@
+"""The specification in torch: one loop over experts, every option, differentiable, any device.
+
+Written to be read beside CONTRACT.md sections 2, 3 and 5; nothing here is tuned. Values are rounded
+to the working dtype exactly where ``_round`` is called; all else is fp32 (fp64 for fp64), with exact
+products. Gradients are autograd's through these rounding points.
+"""
+
+import torch
+from torch import Tensor
+
+from samebits import activation as act
+from samebits.backends.call import DIFFERENTIABLE, Call, Gradients, accumulate_dtype
+from samebits.problem import DTYPES, ProbPlacement, Problem
+from samebits.routing import Permutation
+from samebits.weights import split_gate_up
+
+NAME = "reference"
+
+
+def why_not(problem: Problem) -> str | None:
+    """Return None: the reference runs every problem, on any device that torch has.
+
+    Determinism: pure function of the problem.
+    """
+    return None
+
+
+def notes(problem: Problem) -> str | None:
+    """Return what is not promised here: bits may depend on T through torch's matrix products."""
+    return "row independence is not promised: torch chooses its matrix product by the row count"
+
+
+def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor]:
+    """Return ``(out, z)``; see ``samebits.experts``. ``z`` is (R, 2F or F) by row, if ``save``.
+
+    Determinism: repeatable; sums in the contract's order except inside torch's matrix products.
+    """
+    out, z = compute(problem, call)
+    rows = call.topk_ids.numel() if save else 0
+    saved = z.new_zeros(rows, call.gate_up.shape[1])
+    if save:
+        saved[: z.shape[0]] = z
+    return out, saved
+
+
+def backward(
+    problem: Problem, call: Call, z: Tensor, dout: Tensor, wanted: tuple[bool, ...]
+) -> Gradients:
+    """Return the wanted gradients by autograd through ``compute``; recomputes instead of using ``z``.
+
+    Determinism: repeatable.
+    """
+    del z
+    tensors = {n: t for n in DIFFERENTIABLE if (t := getattr(call, n)) is not None}
+    leaves = {n: t.detach().requires_grad_() for n, t in tensors.items()}
+    names = [n for n, want in zip(DIFFERENTIABLE, wanted, strict=True) if want]
+    with torch.enable_grad():
+        out, _ = compute(problem, call._replace(**leaves))
+        grads = torch.autograd.grad(
+            out, [leaves[n] for n in names], dout, allow_unused=True, materialize_grads=True
+        )
+    return Gradients(**dict(zip(names, grads, strict=True)))
+
+
+def compute(problem: Problem, call: Call) -> tuple[Tensor, Tensor]:
+    """Return ``(out, z)`` by plain differentiable torch code; ``z`` holds the kept rows only.
+
+    Determinism: see ``forward``.
+    """
+    wide, dtype = accumulate_dtype(problem), DTYPES[problem.dtype]
+    permutation = Permutation.of(
+        call.topk_ids,
+        problem.E,
+        expert_start=problem.expert_start,
+        num_valid_tokens=call.num_valid_tokens,
+    )
+    bounds = permutation.offsets.tolist()
+    kept = permutation.slots[: bounds[-1]]
+    probs = call.topk_probs.reshape(-1).to(wide)
+    out = call.x.new_zeros(call.x.shape, dtype=wide)
+    all_z = []
+    for expert in range(problem.E):
+        slots = kept[bounds[expert] : bounds[expert + 1]]
+        if slots.numel() == 0:
+            continue
+        tokens, p = slots // problem.K, probs[slots][:, None]
+        z, y = _expert(problem, call, expert, call.x[tokens], p)
+        if problem.placement == ProbPlacement.FC2_OUTPUT:
+            y = y * p
+        # Experts ascend, so every token's terms are added by ascending row, from +0.0.
+        out = out.index_add(0, tokens, y)
+        all_z.append(z)
+    z = torch.cat(all_z) if all_z else call.x.new_zeros(0, call.gate_up.shape[1])
+    return _connect(out, call).to(DTYPES[problem.result_dtype]), z.to(dtype)
+
+
+def _expert(
+    problem: Problem, call: Call, expert: int, x: Tensor, p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return rounded ``z`` and ``y`` of one expert's rows, both in the accumulation dtype."""
+    wide, dtype = accumulate_dtype(problem), DTYPES[problem.dtype]
+
+    def _round(value: Tensor) -> Tensor:
+        return value.to(dtype).to(wide)
+
+    x = x.to(wide)
+    if problem.placement == ProbPlacement.FC1_INPUT:
+        x = _round(x * p)
+    z = x @ call.gate_up[expert].to(wide).T
+    if call.gate_up_bias is not None:
+        z = z + call.gate_up_bias[expert].to(wide)
+    z = _round(z)
+    gate, up = split_gate_up(z, problem.layout) if problem.activation.gated else (z, None)
+    h = act.apply(problem.activation, gate, up)
+    if problem.placement == ProbPlacement.FC2_INPUT:
+        h = h * p
+    y = _round(h) @ call.down[expert].to(wide).T
+    if call.down_bias is not None:
+        bias = call.down_bias[expert].to(wide)
+        y = y + (p * bias if problem.placement == ProbPlacement.FC2_INPUT else bias)
+    if call.norm_scale is not None and problem.norm_eps is not None:
+        y = y * call.norm_scale.to(wide)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + problem.norm_eps)
+    return z, _round(y)
+
+
+def _connect(out: Tensor, call: Call) -> Tensor:
+    """Keep every parameter in the graph: with no rows at all its gradient is 0, never None."""
+    if not torch.is_grad_enabled():
+        return out
+    for name in DIFFERENTIABLE:
+        tensor = getattr(call, name)
+        if tensor is not None and tensor.requires_grad:
+            out = out + tensor.reshape(-1)[:0].sum().to(out.dtype)
+    return out

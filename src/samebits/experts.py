@@ -1,0 +1,218 @@
+"""The expert layer as a function: tokens in, weighted sum of their experts' outputs out."""
+
+import torch
+from torch import Tensor
+
+from samebits.activation import Activation
+from samebits.backends import check_name
+from samebits.backends.call import Call
+from samebits.backends.operator import Options, run
+from samebits.errors import must
+from samebits.problem import DTYPE_NAMES, ProbPlacement
+from samebits.routing import Routing
+from samebits.weights import ExpertWeights
+
+_PLAIN = Activation()
+
+
+def experts(
+    x: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    activation: Activation = _PLAIN,
+    *,
+    placement: ProbPlacement = ProbPlacement.FC2_OUTPUT,
+    backend: str = "auto",
+    expert_start: int = 0,
+    out_dtype: torch.dtype | None = None,
+    num_valid_tokens: Tensor | None = None,
+) -> Tensor:
+    """Return each token's weighted sum over its experts, ``Σ_k p_k · expert_k(x)``.
+
+    CONTRACT.md is the specification: options in section 2, placement in 3, rounding in 5. Under
+    autocast, ``x`` and the parameters are cast to autocast's dtype first, as a linear layer does.
+
+    Args:
+        x: Token activations, ``(T, H)``, in the dtype of the weights, last dimension contiguous.
+        routing: Experts and probabilities of each token.
+        weights: Parameters of the E experts held here.
+        activation: The function between the projections; its default is plain SwiGLU.
+        placement: Where the probability is multiplied in.
+        backend: "auto", or the name of one backend, which then runs the call or raises.
+        expert_start: Global id of the first expert held here; slots of others are dropped.
+        out_dtype: None or the dtype of ``x`` rounds the sum; float32 returns it unrounded.
+        num_valid_tokens: ``(1,)`` int32 on the device of ``x``; rows of ``x`` from there on are
+            not read, their output and gradient rows are 0.
+
+    Returns:
+        ``(T, H)``; differentiable in ``x``, the probabilities and every parameter.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: Shapes, dtypes, devices or ids disagree; the message names both.
+        UnsupportedError: The named backend (or every backend) cannot run this problem.
+
+    Determinism: bitwise repeatable. Each row independent of T and of the other rows on a GPU; on
+    CPU the backend's ``notes`` say what holds.
+    """
+    _check_types(x, routing, weights, activation)
+    x, weights = _autocast(x, weights)
+    num_experts = weights.down.shape[0] if routing.num_experts is None else routing.num_experts
+    _check(x, routing, weights, activation, num_valid_tokens)
+    if not (0 <= expert_start and expert_start + weights.down.shape[0] <= num_experts):
+        rule = f"keep expert_start + E within N = {num_experts}, with E = {weights.down.shape[0]}"
+        raise ValueError(must("expert_start", rule, expert_start))
+    if out_dtype not in (None, x.dtype, torch.float32):
+        raise ValueError(must("out_dtype", f"be None, {x.dtype} or torch.float32", out_dtype))
+    check_name(backend)
+    call = Call(
+        x if x.stride(-1) == 1 or x.shape[1] == 1 else x.contiguous(),
+        routing.topk_ids,
+        routing.topk_probs,
+        weights.gate_up,
+        weights.down,
+        weights.gate_up_bias,
+        weights.down_bias,
+        weights.norm_scale,
+        num_valid_tokens,
+    )
+    options = Options(
+        activation,
+        ProbPlacement(placement),
+        weights.layout,
+        weights.norm,
+        None if out_dtype == x.dtype else out_dtype,
+        backend,
+    )
+    return run(call, options, num_experts, expert_start)
+
+
+def grouped_experts(
+    rows: Tensor,
+    offsets: Tensor,
+    weights: ExpertWeights,
+    activation: Activation = _PLAIN,
+    *,
+    row_probs: Tensor | None = None,
+    placement: ProbPlacement = ProbPlacement.FC2_OUTPUT,
+    backend: str = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return each row's expert output, for callers that sorted their rows by expert already.
+
+    Row r belongs to the expert e with ``offsets[e] <= r < offsets[e + 1]``; its result is that of
+    ``experts`` with K = 1.
+
+    Args:
+        rows: ``(R, H)``, sorted by expert.
+        offsets: ``(E + 1,)`` int32 or int64, from 0, monotone; rows from ``offsets[E]`` on belong
+            to no expert: they are not read and their output and gradient rows are 0.
+        weights: Parameters of the E experts.
+        activation: See ``experts``.
+        row_probs: ``(R,)`` probability of each row; None means 1.
+        placement: See ``experts``.
+        backend: See ``experts``.
+        out_dtype: See ``experts``.
+
+    Returns:
+        ``(R, H)``.
+
+    Raises:
+        TypeError: See ``experts``.
+        ValueError: See ``experts``.
+        UnsupportedError: See ``experts``.
+
+    Determinism: see ``experts``.
+    """
+    num_local = weights.down.shape[0]
+    if rows.dim() != 2:
+        raise ValueError(must("rows", "have shape (R, H)", tuple(rows.shape)))
+    if tuple(offsets.shape) != (num_local + 1,):
+        raise ValueError(must("offsets", f"have shape (E + 1,) = ({num_local + 1},)", tuple(offsets.shape)))
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(must("offsets", "be int32 or int64", offsets.dtype))
+    if row_probs is None:
+        row_probs = torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
+    elif tuple(row_probs.shape) != (rows.shape[0],):
+        raise ValueError(must("row_probs", f"have shape ({rows.shape[0]},)", tuple(row_probs.shape)))
+    ids = torch.searchsorted(
+        offsets[1:].contiguous(), torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype), right=True
+    )
+    return experts(
+        rows,
+        Routing(ids[:, None], row_probs[:, None]),
+        weights,
+        activation,
+        placement=placement,
+        backend=backend,
+        out_dtype=out_dtype,
+    )
+
+
+def _check_types(
+    x: object, routing: object, weights: object, activation: object
+) -> None:
+    expected = {
+        "x": (x, Tensor),
+        "routing": (routing, Routing),
+        "weights": (weights, ExpertWeights),
+        "activation": (activation, Activation),
+    }
+    for name, (value, kind) in expected.items():
+        if not isinstance(value, kind):
+            raise TypeError(must(name, f"be a {kind.__name__}", type(value).__name__))
+
+
+def _autocast(x: Tensor, weights: ExpertWeights) -> tuple[Tensor, ExpertWeights]:
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, weights
+    dtype = torch.get_autocast_dtype(device)
+    if x.dtype == torch.float64:
+        return x, weights
+    return x.to(dtype), weights.map(lambda tensor: tensor.to(dtype))
+
+
+def _check(
+    x: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    activation: Activation,
+    num_valid_tokens: Tensor | None,
+) -> None:
+    if x.dim() != 2:
+        raise ValueError(must("x", "have shape (T, H)", tuple(x.shape)))
+    if x.dtype not in DTYPE_NAMES or x.dtype != weights.gate_up.dtype:
+        rule = f"have the dtype of the weights ({weights.gate_up.dtype})"
+        raise ValueError(must("x", rule, x.dtype))
+    if x.shape[1] != weights.down.shape[1]:
+        rule = f"have shape (T, H) with H = down.shape[1] = {weights.down.shape[1]}"
+        raise ValueError(must("x", rule, tuple(x.shape)))
+    ids = routing.topk_ids
+    if ids.shape[0] != x.shape[0]:
+        rule = f"have shape (T, K) with T = x.shape[0] = {x.shape[0]}"
+        raise ValueError(must("topk_ids", rule, tuple(ids.shape)))
+    if ids.shape[1] < 1:
+        raise ValueError(must("topk_ids", "have shape (T, K) with K >= 1", tuple(ids.shape)))
+    if routing.topk_probs.dtype not in (torch.float32, x.dtype):
+        rule = f"be float32 or the dtype of x ({x.dtype})"
+        raise ValueError(must("topk_probs", rule, routing.topk_probs.dtype))
+    for name, device in (("topk_ids", ids.device), ("gate_up", weights.gate_up.device), ("down", weights.down.device)):
+        if device != x.device:
+            raise ValueError(must(name, f"be on the device of x ({x.device})", device))
+    if weights.gated != activation.gated:
+        rows, columns = weights.gate_up.shape[1], weights.down.shape[2]
+        rule = f"have {activation.columns} * F = {activation.columns * columns} rows for activation {activation.key}"
+        raise ValueError(must("gate_up", rule, rows))
+    if num_valid_tokens is not None:
+        _check_count(num_valid_tokens, x)
+
+
+def _check_count(num_valid_tokens: Tensor, x: Tensor) -> None:
+    if not isinstance(num_valid_tokens, Tensor) or num_valid_tokens.dtype != torch.int32:
+        actual = getattr(num_valid_tokens, "dtype", type(num_valid_tokens).__name__)
+        raise TypeError(must("num_valid_tokens", "be an int32 tensor", actual))
+    if tuple(num_valid_tokens.shape) != (1,):
+        raise ValueError(must("num_valid_tokens", "have shape (1,)", tuple(num_valid_tokens.shape)))
+    if num_valid_tokens.device != x.device:
+        raise ValueError(must("num_valid_tokens", f"be on the device of x ({x.device})", num_valid_tokens.device))

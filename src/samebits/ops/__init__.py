@@ -1,0 +1,1 @@
+"""Primitives of an expert layer: one folder each, with reference, kernels, operator and tuning."""

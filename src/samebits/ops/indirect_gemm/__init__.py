@@ -1,0 +1,1 @@
+"""Projections that gather their rows through the routing, with the activation in the epilogue."""

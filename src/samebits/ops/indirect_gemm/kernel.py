@@ -1,0 +1,373 @@
+"""The two projections of an expert layer, each one launch over a device-side tile table.
+
+With ``t = slots[r] // K`` the token of row r, ``e`` the expert of a tile of rows::
+
+    first    z[r, :] = D(Σ_i x[t, i] · gate_up[e, :, i] + gate_up_bias[e, :])     i ascending
+             h[r, j] = D(glu(z[r])[j] [· p])
+    second   y[r, :] = D(Σ_j h[r, j] · down[e, :, j] + down_bias[e, :] [· p])     j ascending
+
+A tile is (expert, first row, end) from the table of ``samebits.ops.permute``; a program walks over
+tiles × column blocks with the stride of the grid, row blocks that share a weight tile running
+together (``GROUP``). One fp32 accumulator per output element, the contraction ascending, never
+split: every tile shape, operand order (``SWAP``: weights as the first operand, for few rows) and
+load path gives the same bits. Rows past a tile's end are loaded from row 0 and never stored.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from samebits.activation import Activation
+from samebits.ops.activation.tiles import TileOptions, act_tile, glu_tile
+from samebits.ops.indirect_gemm.tuning import Config, Tiles
+from samebits.weights import ExpertWeights
+
+
+@triton.jit
+def _tile(position, tiles, column_blocks, GROUP: tl.constexpr):
+    """Return (row tile, column block): ``GROUP`` row tiles share each column block in turn."""
+    per_group = GROUP * column_blocks
+    first = (position // per_group) * GROUP
+    size = tl.minimum(tiles - first, GROUP)
+    inside = position % per_group
+    return first + inside % size, inside // size
+
+
+@triton.jit
+def _stored(column, span, PAIRED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return for each of ``BLOCK_N`` tile columns the place to bound and the row of the matrix.
+
+    Paired tiles hold BLOCK_N / 2 columns of each part from ``column`` on: the parts alternate in
+    blocks of ``span`` rows (``span`` = F for halves).
+    """
+    n = tl.arange(0, BLOCK_N)
+    if PAIRED:
+        place = column + n % (BLOCK_N // 2)
+        rows = (place // span) * (2 * span) + place % span + (n // (BLOCK_N // 2)) * span
+        return place, rows
+    else:
+        return column + n, column + n
+
+
+@triton.jit
+def _described_tile(
+    w, expert, column, k,
+    PAIRED: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``_weight_tile`` through a tensor descriptor, by what its box covers."""
+    if TRANSPOSED:
+        box = w.load([expert, k, 0, column]) if PAIRED else w.load([expert, k, column])
+        return box.reshape(BLOCK_K, BLOCK_N).T
+    else:
+        box = w.load([expert, 0, column, k]) if PAIRED else w.load([expert, column, k])
+        return box.reshape(BLOCK_N, BLOCK_K)
+
+
+@triton.jit
+def _pointed_tile(
+    w, stride_we, stride_wn, stride_wk, expert, column, k, N, K, span,
+    PAIRED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``_weight_tile`` through pointers: any strides, any alignment, any layout."""
+    place, rows = _stored(column, span, PAIRED, BLOCK_N)
+    ks = k + tl.arange(0, BLOCK_K)
+    ptrs = w + expert.to(tl.int64) * stride_we + rows[:, None].to(tl.int64) * stride_wn
+    return tl.load(
+        ptrs + ks[None, :].to(tl.int64) * stride_wk,
+        mask=(place < N)[:, None] & (ks < K)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def _weight_tile(
+    w, stride_we, stride_wn, stride_wk, expert, column, k, N, K, span,
+    PAIRED: tl.constexpr, TMA: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Load ``[BLOCK_N, BLOCK_K]`` of one expert's matrix; ``N`` and ``K`` bound it."""
+    if TMA:
+        return _described_tile(w, expert, column, k, PAIRED, TRANSPOSED, BLOCK_N, BLOCK_K)
+    else:
+        return _pointed_tile(
+            w, stride_we, stride_wn, stride_wk, expert, column, k, N, K, span,
+            PAIRED, BLOCK_N, BLOCK_K,
+        )
+
+
+@triton.jit
+def _contract(
+    a_ptrs, w, stride_we, stride_wn, stride_wk, expert, column, N, K, span,
+    PAIRED: tl.constexpr, TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr,
+    K_TAIL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return ``[BLOCK_R, BLOCK_N]`` fp32 sums over K ascending; ``a_ptrs`` is ``[BLOCK_R, 1]``."""
+    ks = tl.arange(0, BLOCK_K)
+    if SWAP:
+        acc = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        w_tile = _weight_tile(
+            w, stride_we, stride_wn, stride_wk, expert, column, k, N, K, span,
+            PAIRED, TMA, TRANSPOSED, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        a_place = a_ptrs + (k + ks)[None, :]
+        if K_TAIL:
+            a = tl.load(a_place, mask=(k + ks < K)[None, :], other=0.0)
+        else:
+            a = tl.load(a_place)
+        if SWAP:
+            acc = tl.dot(w_tile, a.T, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(a, w_tile.T, acc, input_precision="ieee")
+    if SWAP:
+        acc = acc.T
+    return acc
+
+
+@triton.jit
+def _split(z, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Return the first and second parts of ``[BLOCK_R, 2 * BLOCK_F]``, alternating by ``BLOCK``."""
+    if PAIRED:
+        return tl.split(tl.permute(tl.reshape(z, (BLOCK_R, 2, BLOCK_F)), (0, 2, 1)))
+    elif BLOCK == 1:
+        return tl.split(tl.reshape(z, (BLOCK_R, BLOCK_F, 2)))
+    else:
+        blocks = tl.reshape(z, (BLOCK_R, BLOCK_F // BLOCK, 2, BLOCK))
+        first, second = tl.split(tl.permute(blocks, (0, 1, 3, 2)))
+        return tl.reshape(first, (BLOCK_R, BLOCK_F)), tl.reshape(second, (BLOCK_R, BLOCK_F))
+
+
+@triton.jit
+def _first_projection_kernel(
+    x_ptr, stride_xt, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
+    h_ptr, z_ptr,
+    slots_ptr, tile_expert_ptr, tile_row_ptr, tile_end_ptr, tiles_ptr,
+    H, F, values,
+    TOPK: tl.constexpr, GATHER: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
+    INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
+    TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr, K_TAIL: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    # Columns that alternate in blocks which fit the tile come in one piece; others in two.
+    PAIRED: tl.constexpr = GATED and (INTERLEAVE == 0 or BLOCK_F % INTERLEAVE != 0)
+    PARTS: tl.constexpr = 2 if GATED else 1
+    BLOCK_N: tl.constexpr = PARTS * BLOCK_F
+    STEP: tl.constexpr = BLOCK_F if PAIRED else BLOCK_N
+    dtype = h_ptr.dtype.element_ty
+    tiles = tl.load(tiles_ptr)
+    column_blocks = tl.cdiv(F, BLOCK_F)
+    bound = F if PAIRED else PARTS * F
+    span = INTERLEAVE if INTERLEAVE else F
+    for position in range(tl.program_id(0), tiles * column_blocks, tl.num_programs(0)):
+        tile, block = _tile(position, tiles, column_blocks, GROUP)
+        expert = tl.load(tile_expert_ptr + tile)
+        rows = tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_R)
+        live = rows < tl.load(tile_end_ptr + tile)
+        slots = tl.load(slots_ptr + rows, mask=live, other=0)
+        source = slots // TOPK if GATHER else tl.where(live, rows, 0)
+        a_ptrs = x_ptr + (source.to(tl.int64) * stride_xt)[:, None]
+
+        acc = _contract(
+            a_ptrs, w, stride_we, stride_wn, stride_wk, expert, block * STEP, bound, H, span,
+            PAIRED, TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+
+        place, columns = _stored(block * STEP, span, PAIRED, BLOCK_N)
+        inside = place < bound
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + expert.to(tl.int64) * (PARTS * F) + columns, mask=inside, other=0.0)
+            acc = acc + bias.to(tl.float32)[None, :]
+        z = acc.to(dtype)
+        if z_ptr is not None:
+            z_ptrs = z_ptr + (rows.to(tl.int64) * (PARTS * F))[:, None] + columns[None, :]
+            tl.store(z_ptrs, z, mask=live[:, None] & inside[None, :])
+        alpha, limit, offset, gate_cap, up_cap = values
+        if GATED:
+            first, second = _split(z, PAIRED, INTERLEAVE, BLOCK_R, BLOCK_F)
+            gate, up = (second, first) if UP_FIRST else (first, second)
+            h = glu_tile(
+                gate.to(tl.float32), up.to(tl.float32), alpha, limit, offset, gate_cap, up_cap,
+                KIND, LIMIT, HAS_OFFSET, HAS_UP_CAP,
+            )  # fmt: skip
+        else:
+            h = act_tile(z.to(tl.float32), alpha, gate_cap, KIND)
+        if probs_ptr is not None:
+            h = h * tl.load(probs_ptr + slots, mask=live, other=0.0).to(tl.float32)[:, None]
+        f = block * BLOCK_F + tl.arange(0, BLOCK_F)
+        h_ptrs = h_ptr + (rows.to(tl.int64) * F)[:, None] + f[None, :]
+        tl.store(h_ptrs, h.to(dtype), mask=live[:, None] & (f < F)[None, :])
+
+
+@triton.jit
+def _second_projection_kernel(
+    h_ptr, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
+    y_ptr,
+    slots_ptr, tile_expert_ptr, tile_row_ptr, tile_end_ptr, tiles_ptr,
+    F, H,
+    H_TMA: tl.constexpr, BY_SLOT: tl.constexpr,
+    TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr, K_TAIL: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.load(tiles_ptr)
+    column_blocks = tl.cdiv(H, BLOCK_N)
+    for position in range(tl.program_id(0), tiles * column_blocks, tl.num_programs(0)):
+        tile, block = _tile(position, tiles, column_blocks, GROUP)
+        expert = tl.load(tile_expert_ptr + tile)
+        first_row = tl.load(tile_row_ptr + tile)
+        rows = first_row + tl.arange(0, BLOCK_R)
+        live = rows < tl.load(tile_end_ptr + tile)
+
+        if H_TMA:
+            acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+            for k in range(0, F, BLOCK_K):
+                w_tile = _weight_tile(
+                    w, stride_we, stride_wn, stride_wk, expert, block * BLOCK_N, k, H, F, H,
+                    False, TMA, TRANSPOSED, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                acc = tl.dot(h_ptr.load([first_row, k]), w_tile.T, acc, input_precision="ieee")
+        else:
+            source = tl.where(live, rows, 0).to(tl.int64)
+            acc = _contract(
+                h_ptr + (source * F)[:, None], w, stride_we, stride_wn, stride_wk,
+                expert, block * BLOCK_N, H, F, H,
+                False, TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+
+        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = columns < H
+        slots = rows
+        if BY_SLOT or probs_ptr is not None:
+            slots = tl.load(slots_ptr + rows, mask=live, other=0)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + expert.to(tl.int64) * H + columns, mask=inside, other=0.0)
+            bias = bias.to(tl.float32)[None, :]
+            if probs_ptr is not None:
+                bias = bias * tl.load(probs_ptr + slots, mask=live, other=0.0).to(tl.float32)[:, None]
+            acc = acc + bias
+        place = slots if BY_SLOT else rows
+        y_ptrs = y_ptr + (place.to(tl.int64) * H)[:, None] + columns[None, :]
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+def _descriptor(w: Tensor, paired: bool, columns: int, config: Config) -> TensorDescriptor | None:
+    """Return a descriptor of the (E, N, K) matrices, or None where the hardware's rules forbid it.
+
+    Base address and strides must be multiples of 16 bytes. ``paired``: boxes hold ``block_n / 2``
+    rows of each half of ``2 * columns`` rows.
+    """
+    experts, rows, contraction = w.shape
+    stride_e, stride_n, stride_k = w.stride()
+    block_n, block_k = config.block_n, config.block_k
+    unit = 16 // w.element_size()
+    if stride_k == 1:
+        shape, strides, box = [rows, contraction], [stride_n, 1], [block_n, block_k]
+        if paired:
+            shape, strides = [2, columns, contraction], [columns * stride_n, stride_n, 1]
+            box = [2, block_n // 2, block_k]
+    elif stride_n == 1:
+        shape, strides, box = [contraction, rows], [stride_k, 1], [block_k, block_n]
+        if paired:
+            shape, strides = [contraction, 2, columns], [stride_k, columns, 1]
+            box = [block_k, 2, block_n // 2]
+    else:
+        return None
+    if w.data_ptr() % 16 or stride_e % unit or any(s % unit for s in strides[:-1]):
+        return None
+    return TensorDescriptor(w, [experts, *shape], [stride_e, *strides], [1, *box])
+
+
+def _weights(w: Tensor, paired: bool, halves: bool, config: Config) -> tuple[Any, bool]:
+    """Return what the kernel loads weights from, and whether it is a descriptor."""
+    descriptor = None
+    if config.tma and (halves or not paired):
+        descriptor = _descriptor(w, paired, w.shape[1] // 2, config)
+    return (w, False) if descriptor is None else (descriptor, True)
+
+
+def launch_first_projection(
+    x: Tensor,
+    slots: Tensor,
+    tiles: Tiles,
+    weights: ExpertWeights,
+    activation: Activation,
+    probs: Tensor | None,
+    config: Config,
+    *,
+    topk: int,
+    gather: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``(h, z)`` by row; see the module docstring. Rows of no tile stay unwritten.
+
+    Determinism: one accumulator per element, contraction ascending; the same bits for every config.
+    """
+    w, layout = weights.gate_up, weights.layout
+    rows, hidden, columns = slots.shape[0], w.shape[2], weights.down.shape[2]
+    h = x.new_empty(rows, columns)
+    z = x.new_empty(rows, w.shape[1]) if save else None
+    interleave = layout.interleave or 0
+    block_f = config.block_n // activation.columns
+    paired = activation.gated and (interleave == 0 or block_f % interleave != 0)
+    source, tma = _weights(w, paired, activation.gated and interleave == 0, config)
+    tile = TileOptions.of(activation)
+    strides = (0, 0, 0) if tma else w.stride()
+    _first_projection_kernel[_grid(tiles, columns, block_f, config)](
+        x, x.stride(0), source, *strides, weights.gate_up_bias, probs,
+        h, z,
+        slots, tiles.expert, tiles.row, tiles.end, tiles.count,
+        hidden, columns, tile.scalars,
+        TOPK=topk, GATHER=gather, **tile.flags, INTERLEAVE=interleave, UP_FIRST=layout.up_first,
+        TMA=tma, TRANSPOSED=w.stride(2) != 1, SWAP=config.swap, K_TAIL=hidden % config.block_k != 0,
+        GROUP=config.group, BLOCK_R=config.block_r, BLOCK_F=block_f, BLOCK_K=config.block_k,
+        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return h, z
+
+
+def launch_second_projection(
+    h: Tensor,
+    slots: Tensor,
+    tiles: Tiles,
+    weights: ExpertWeights,
+    probs: Tensor | None,
+    config: Config,
+    *,
+    by_slot: bool = False,
+) -> Tensor:
+    """Return ``y``, ``(R, H)`` by row (by slot where ``by_slot``); unwritten where there is no tile.
+
+    Determinism: one accumulator per element, contraction ascending; the same bits for every config.
+    """
+    w = weights.down
+    rows, columns = h.shape
+    hidden = w.shape[1]
+    y = h.new_empty(rows, hidden)
+    source, tma = _weights(w, False, False, config)
+    operand: Any = h
+    h_tma = tma and not config.swap and columns % (16 // h.element_size()) == 0
+    if h_tma:
+        operand = TensorDescriptor(h, [rows, columns], [columns, 1], [config.block_r, config.block_k])
+    strides = (0, 0, 0) if tma else w.stride()
+    _second_projection_kernel[_grid(tiles, hidden, config.block_n, config)](
+        operand, source, *strides, weights.down_bias, probs,
+        y,
+        slots, tiles.expert, tiles.row, tiles.end, tiles.count,
+        columns, hidden,
+        H_TMA=h_tma, BY_SLOT=by_slot,
+        TMA=tma, TRANSPOSED=w.stride(2) != 1, SWAP=config.swap, K_TAIL=columns % config.block_k != 0,
+        GROUP=config.group, BLOCK_R=config.block_r, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return y
+
+
+def _grid(tiles: Tiles, columns: int, block: int, config: Config) -> tuple[int]:
+    work = tiles.expert.shape[0] * triton.cdiv(columns, block)
+    return (min(work, config.programs),)

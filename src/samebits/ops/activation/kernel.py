@@ -31,7 +31,7 @@ from samebits.ops.activation.tiles import (
     glu_tile,
     slope_tile,
 )
-from samebits.ops.activation.tuning import Config, block_columns, heuristic
+from samebits.ops.activation.tuning import Config, backward_heuristic, forward_heuristic
 from samebits.weights import Layout
 
 # Rows per chunk of a bias gradient: part of its bits, not a tuning choice.
@@ -44,6 +44,8 @@ def _run_time_scalars(values, scalars_ptr, LIMIT: tl.constexpr):
     alpha, limit, offset, gate_cap, up_cap = values
     if scalars_ptr is not None:
         offset = tl.load(scalars_ptr + 1)
+        # Adding −0 keeps every value and its sign, adding +0 would not.
+        offset = tl.where(offset == 0.0, -0.0, offset)
         if LIMIT != "none":
             limit = tl.load(scalars_ptr)
             # The host cannot look at this limit: one that is not finite and > 0 makes NaN.
@@ -131,33 +133,30 @@ def _store_parts(
 
 @triton.jit
 def _load_z(
-    row_ptrs, bias_ptrs, column, mask, F,
-    GATED: tl.constexpr, INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BIAS_ROWS: tl.constexpr,
+    row_ptrs, bias_ptr, offsets_ptr, rows, column, mask, F,
+    GATED: tl.constexpr, INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """Load gate and up of ``z' = D(z + bias)``, fp32."""
     gate, up = _load_parts(
         row_ptrs, column, mask, F, GATED, INTERLEAVE, UP_FIRST, BLOCK_R, BLOCK_F
     )  # fmt: skip
-    if bias_ptrs is not None:
-        dtype = row_ptrs.dtype.element_ty
+    if bias_ptr is not None:
+        # After the loads of z, so that the search for the experts runs while they are in flight.
+        BIAS_ROWS: tl.constexpr = BLOCK_R if EXPERTS else 1
+        bias_ptrs = bias_ptr + tl.zeros([1, 1], tl.int64)
+        if EXPERTS:
+            width = 2 * F if GATED else F
+            experts = expert_of_row(offsets_ptr, rows, EXPERTS).to(tl.int64)
+            bias_ptrs = bias_ptr + (experts * width)[:, None]
         everywhere = tl.full([BIAS_ROWS, 1], True, tl.int1)
         gate_bias, up_bias = _load_parts(
             bias_ptrs, column, everywhere, F, GATED, INTERLEAVE, UP_FIRST, BIAS_ROWS, BLOCK_F
         )
+        dtype = row_ptrs.dtype.element_ty
         gate = (gate + gate_bias).to(dtype).to(tl.float32)
         up = (up + up_bias).to(dtype).to(tl.float32)
     return gate, up
-
-
-@triton.jit
-def _bias_rows(
-    bias_ptr, offsets_ptr, rows, width, EXPERTS: tl.constexpr, BLOCK_R: tl.constexpr
-):
-    """Return pointers to the bias of each row: ``[BLOCK_R, 1]``, or ``[1, 1]`` for one bias."""
-    if EXPERTS == 0:
-        return bias_ptr + tl.zeros([1, 1], tl.int64)
-    return bias_ptr + (expert_of_row(offsets_ptr, rows, EXPERTS).to(tl.int64) * width)[:, None]
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -181,14 +180,10 @@ def _activation_forward_kernel(
 
     rows = first + tl.arange(0, BLOCK_R)
     inside = (rows < live)[:, None]
-    width = 2 * F if GATED else F
-    bias_ptrs = bias_ptr
-    if bias_ptr is not None:
-        bias_ptrs = _bias_rows(bias_ptr, offsets_ptr, rows, width, EXPERTS, BLOCK_R)
 
     gate, up = _load_z(
-        z_ptr + (rows * stride_zr)[:, None], bias_ptrs, column, inside, F,
-        GATED, INTERLEAVE, UP_FIRST, BLOCK_R, BLOCK_F, BLOCK_R if EXPERTS else 1,
+        z_ptr + (rows * stride_zr)[:, None], bias_ptr, offsets_ptr, rows, column, inside, F,
+        GATED, INTERLEAVE, UP_FIRST, EXPERTS, BLOCK_R, BLOCK_F,
     )  # fmt: skip
     alpha, limit, offset, gate_cap, up_cap = _run_time_scalars(
         values, scalars_ptr, LIMIT
@@ -236,7 +231,7 @@ def _activation_backward_kernel(
     HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
     INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
     EXPERTS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     WITH_DP: tl.constexpr = dp_ptr is not None
     column_blocks = tl.cdiv(F, BLOCK_F)
@@ -252,9 +247,6 @@ def _activation_backward_kernel(
     rows = first + tl.arange(0, BLOCK_R)
     inside = (rows < live)[:, None]
     width = 2 * F if GATED else F
-    bias_ptrs = bias_ptr
-    if bias_ptr is not None:
-        bias_ptrs = _bias_rows(bias_ptr, offsets_ptr, rows, width, EXPERTS, BLOCK_R)
     p = 1.0
     if probs_ptr is not None:
         p = tl.load(probs_ptr + rows, mask=rows < live, other=0.0).to(tl.float32)[:, None]
@@ -264,13 +256,13 @@ def _activation_backward_kernel(
     dz_rows = dz_ptr + (rows * width)[:, None]
     partials = tl.cdiv(F, 64)
 
-    for column in range(start, stop, BLOCK_F):
+    for column in tl.range(start, stop, BLOCK_F, num_stages=STAGES):
         columns = column + tl.arange(0, BLOCK_F)[None, :]
         mask = inside & (columns < F)
         dh = tl.load(dh_rows + columns, mask=mask, other=0.0).to(tl.float32)
         gate, up = _load_z(
-            z_rows, bias_ptrs, column, inside, F,
-            GATED, INTERLEAVE, UP_FIRST, BLOCK_R, BLOCK_F, BLOCK_R if EXPERTS else 1,
+            z_rows, bias_ptr, offsets_ptr, rows, column, inside, F,
+            GATED, INTERLEAVE, UP_FIRST, EXPERTS, BLOCK_R, BLOCK_F,
         )  # fmt: skip
         act, dgate, dup = _backward_tile(
             dh, gate, up, p, scalars, KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP
@@ -323,7 +315,7 @@ def _activation_bias_backward_kernel(
     HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
     INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
     EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_F: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_F: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column_blocks = tl.cdiv(F, BLOCK_F)
     chunk = (tl.program_id(0) // column_blocks).to(tl.int64)
@@ -352,7 +344,7 @@ def _activation_bias_backward_kernel(
     gate_sum = tl.zeros([1, BLOCK_F], tl.float32)
     up_sum = tl.zeros([1, BLOCK_F], tl.float32)
 
-    for row in range(first, end):
+    for row in tl.range(first, end, num_stages=STAGES):
         corner = tl.zeros([1, 1], tl.int64) + row
         dh = tl.load(dh_ptr + corner * stride_dr + columns, mask=mask, other=0.0).to(tl.float32)
         gate, up = _load_parts(
@@ -453,7 +445,7 @@ def launch_activation_forward(
     if h.numel() == 0:
         return h
     tile = TileOptions.of(activation)
-    config = config or heuristic(rows, columns, z.element_size(), backward=False)
+    config = config or forward_heuristic(rows, columns, z.element_size())
     grid = (triton.cdiv(rows, config.block_r) * triton.cdiv(columns, config.block_f),)
     _activation_forward_kernel[grid](
         z, z.stride(0), bias, row_probs, h, offsets, num_rows, scalars, rows, columns,
@@ -490,8 +482,9 @@ def launch_activation_backward(
     )
     if rows * columns == 0:
         return result._replace(dp=None if dp is None else dp.zero_())
-    config = config or heuristic(rows, columns, z.element_size(), backward=True)
-    launch = _launch_rows if result.dbias is None else _launch_chunks
+    dbias = result.dbias is not None
+    config = config or backward_heuristic(rows, columns, z.element_size(), dbias=dbias)
+    launch = _launch_chunks if dbias else _launch_rows
     launch(dh, operands, activation, layout, result, config)
     return result
 
@@ -519,7 +512,7 @@ def _launch_rows(
         result.dz, result.h, result.dp, _partials(result, columns),
         offsets, num_rows, scalars, rows, columns,
         tile.scalars, **tile.flags, **_layout_flags(layout), EXPERTS=_experts(operands),
-        BLOCK_R=config.block_r, BLOCK_F=config.block_f,
+        BLOCK_R=config.block_r, BLOCK_F=config.block_f, STAGES=config.num_stages,
         num_warps=config.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -541,13 +534,13 @@ def _launch_chunks(
     partial = _partials(result, columns)
     tile = TileOptions.of(activation)
     sizes = {"EXPERTS": experts, "EXPERTS_POW2": triton.next_power_of_2(max(experts, 1))}
-    block_f = block_columns(columns, config.block_r * config.block_f)
-    _activation_bias_backward_kernel[(chunks * triton.cdiv(columns, block_f),)](
+    _activation_bias_backward_kernel[(chunks * triton.cdiv(columns, config.block_f),)](
         dh, dh.stride(0), z, z.stride(0), bias, row_probs,
         result.dz, result.h, partial, chunk_sums,
         offsets, num_rows, scalars, rows, columns,
         tile.scalars, **tile.flags, **_layout_flags(layout), **sizes,
-        CHUNK=CHUNK, BLOCK_F=block_f, num_warps=config.num_warps, enable_fp_fusion=False,
+        CHUNK=CHUNK, BLOCK_F=config.block_f, STAGES=config.num_stages,
+        num_warps=config.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
     _sum_chunks_kernel[(triton.cdiv(z.shape[1], 128), max(experts, 1))](
         chunk_sums, result.dbias, offsets, num_rows, rows, z.shape[1],

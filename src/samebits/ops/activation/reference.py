@@ -1,23 +1,29 @@
 """The activation in torch only: the CPU operator, vectorised over blocks of rows.
 
-The formulas are ``samebits.activation.apply`` and ``derivative``. A block fits into the cache, so
-that the many elementwise steps cost little memory traffic, and lives in a flat buffer whose length
-is a multiple of the vector width, because torch's scalar tail loop gives other bits than its
-vector loop: so the bits of a row do not depend on its position.
+The mathematics is that of ``samebits.activation.apply`` and ``derivative``, spelled in the few
+torch operators that are vectorised on a CPU (``where`` and boolean masks are not). A block fits
+into the cache, so that the elementwise steps cost little memory traffic, and lives in flat buffers
+whose length is a multiple of the vector width, because torch's scalar tail loop gives other bits
+than its vector loop: so the bits of a row do not depend on its position.
 """
 
+import math
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from samebits import activation as act
 from samebits.activation import Activation
 from samebits.ops.activation.contract import Backward, Operands, Wanted, wide_dtype
-from samebits.weights import Layout, split_gate_up
+from samebits.weights import Layout
 
-# Elements of h per block and thread; torch splits longer loops over threads at this size.
-BLOCK = 32768
+# Elements of h per block and thread: large enough to hide the cost of a call, small enough for L2.
+BLOCK = 131072
+# torch gives a thread at least this many elements of a loop.
+_GRAIN = 32768
 # More elements than two vectors of any instruction set.
 _VECTOR = 64
 _PARTIAL = 64
@@ -54,29 +60,39 @@ def _blocks(operands: Operands, columns: int) -> Iterator[slice]:
         yield slice(first, min(first + step, live))
 
 
+def _padded(size: int) -> int:
+    """Return a length that torch cuts into whole vectors, however many threads share it."""
+    threads = torch.get_num_threads()
+    if size <= _GRAIN:
+        unit = _VECTOR
+    else:
+        unit = _VECTOR * threads if size >= _GRAIN * threads else _GRAIN
+    return -(-size // unit) * unit
+
+
 def _wide(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a flat copy in ``dtype``, padded with zeros to a multiple of the vector width."""
+    """Return a flat copy in ``dtype``, padded with zeros to whole vectors."""
     size = part.numel()
-    # Multiples of vector width × threads, so that no thread's share ends in a scalar tail.
-    unit = _VECTOR * torch.get_num_threads()
-    flat = torch.empty(-(-size // unit) * unit, dtype=dtype)
+    flat = torch.empty(_padded(size), dtype=dtype)
     flat[size:] = 0
     flat[:size].view(part.shape).copy_(part)
     return flat
 
 
-def _load(
-    operands: Operands, activation: Activation, layout: Layout, span: slice, bias: Tensor | None
+def _parts(
+    operands: Operands, activation: Activation, layout: Layout, span: slice, experts: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return flat wide gate and up of ``z' = D(z + bias)``."""
+    """Return gate and up of ``z' = D(z + bias)``, blocks of columns apart where they alternate."""
     z = operands.z[span]
-    dtype = wide_dtype(z.dtype)
+    bias = _row_bias(operands, span, experts)
     if bias is not None:
-        z = (z.to(dtype) + bias.to(dtype)).to(z.dtype)
+        wide = wide_dtype(z.dtype)
+        z = (z.to(wide) + bias.to(wide)).to(z.dtype)
     if not activation.gated:
-        return _wide(z, dtype), None
-    gate, up = split_gate_up(z, layout)
-    return _wide(gate, dtype), _wide(up, dtype)
+        return z, None
+    block = layout.block(z.shape[1] // 2)
+    first, second = z.unflatten(1, (-1, 2, block)).unbind(2)
+    return (second, first) if layout.up_first else (first, second)
 
 
 def _row_bias(operands: Operands, span: slice, experts: Tensor | None) -> Tensor | None:
@@ -93,25 +109,91 @@ def _row_experts(operands: Operands) -> Tensor | None:
     return torch.repeat_interleave(torch.arange(counts.shape[0]), counts)
 
 
+def _act(gate: Tensor, activation: Activation) -> Tensor:
+    """Return the scalar function of the gate; may write into ``gate``."""
+    if activation.kind == "silu":
+        if activation.alpha == 1.0:
+            return functional.silu(gate, inplace=True)
+        return gate.mul_(torch.mul(gate, activation.alpha).sigmoid_())
+    if activation.kind in ("gelu", "gelu_tanh"):
+        return functional.gelu(gate, approximate=_APPROXIMATE[activation.kind])
+    if activation.kind == "relu":
+        return gate.clamp_(min=0.0)
+    if activation.kind == "relu2":
+        return gate.clamp_(min=0.0).square_()
+    return act.ACTIVATIONS[activation.kind].function(gate, activation)
+
+
+def _act_backward(grad: Tensor, gate: Tensor, activation: Activation) -> Tensor:
+    """Return ``grad * d act / d gate``; may write into ``grad``."""
+    aten = torch.ops.aten
+    if activation.kind == "silu":
+        # d/dg (g σ(αg)) is the derivative of silu at αg.
+        scaled = gate if activation.alpha == 1.0 else gate * activation.alpha
+        return cast("Tensor", aten.silu_backward(grad, scaled))
+    if activation.kind in ("gelu", "gelu_tanh"):
+        approximate = _APPROXIMATE[activation.kind]
+        return cast("Tensor", aten.gelu_backward(grad, gate, approximate=approximate))
+    return grad.mul_(act.ACTIVATIONS[activation.kind].derivative(gate, activation))
+
+
+_APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+def _inside(grad: Tensor, value: Tensor, low: float, limit: float) -> Tensor:
+    """Return ``grad``, exactly 0 where ``value > limit`` or ``value < low``; NaN values pass."""
+    # The operator's own bounds are exclusive: the next numbers of the dtype make them inclusive.
+    bounds = torch.tensor([low, limit], dtype=value.dtype)
+    below, above = torch.nextafter(bounds, bounds.sign() * math.inf).tolist()
+    return cast("Tensor", torch.ops.aten.hardtanh_backward(grad, value, below, above))
+
+
 def forward(operands: Operands, activation: Activation, layout: Layout) -> Tensor:
     """Return ``h``; see ``samebits.ops.activation.activate``.
 
     Determinism: elementwise.
     """
     activation = _with_scalars(activation, operands.scalars)
-    z = operands.z
+    z, limit = operands.z, activation.limit
     columns = z.shape[1] // activation.columns
     h = z.new_empty(z.shape[0], columns)
     experts = _row_experts(operands)
+    wide = wide_dtype(z.dtype)
     for span in _blocks(operands, columns):
-        bias = _row_bias(operands, span, experts)
-        gate, up = _load(operands, activation, layout, span, bias)
-        block = h[span]
-        value = act.apply(activation, gate, up)[: block.numel()].view(block.shape)
+        gate_part, up = _parts(operands, activation, layout, span, experts)
+        gate = _wide(gate_part, wide)
+        if limit is not None and activation.limit_position == "pre":
+            gate.clamp_(max=limit)
+        value = _act(gate, activation)
+        if limit is not None and activation.limit_position == "post":
+            value.clamp_(max=limit)
+        value = value[: gate_part.numel()].view(gate_part.shape)
+        block = h[span].view(value.shape)
+        # The last product goes straight to its place where no rounding is between.
+        direct = block if operands.row_probs is None and wide == z.dtype else value
+        if up is not None:
+            if _changes_up(activation):
+                up = _linear(_wide(up, wide), activation)[: value.numel()].view(value.shape)
+            value = torch.mul(value, up, out=direct)
         if operands.row_probs is not None:
-            value *= operands.row_probs[span].to(value.dtype)[:, None]
-        block.copy_(value)
+            p = operands.row_probs[span].to(wide)
+            value = value.mul_(p.view(-1, *[1] * (value.dim() - 1)))
+        if value is not block:
+            block.copy_(value)
     return h
+
+
+def _changes_up(activation: Activation) -> bool:
+    return bool(activation.limit or activation.up_softcap or activation.linear_offset)
+
+
+def _linear(up: Tensor, activation: Activation) -> Tensor:
+    """Return up after clamp, cap and offset; may write into ``up``."""
+    if activation.limit is not None:
+        up.clamp_(-activation.limit, activation.limit)
+    if activation.up_softcap is not None:
+        up.div_(activation.up_softcap).tanh_().mul_(activation.up_softcap)
+    return up.add_(activation.linear_offset) if activation.linear_offset else up
 
 
 def backward(
@@ -148,46 +230,54 @@ def _backward_block(
     span: slice,
     experts: Tensor | None,
 ) -> None:
-    bias = _row_bias(operands, span, experts)
-    gate, up = _load(operands, activation, layout, span, bias)
-    local = act.derivative(activation, gate, up)
-    shape = dh[span].shape
-    size = shape.numel()
-    scaled = dh[span].to(gate.dtype)
-    h = local.h[:size].view(shape)
-    if result.dp is not None:
-        result.dp[span] = _sum_columns(scaled * h)
-    if operands.row_probs is not None:
-        p = operands.row_probs[span].to(gate.dtype)[:, None]
-        scaled = scaled * p
+    limit, cap = activation.limit, activation.up_softcap
+    pre = limit is not None and activation.limit_position == "pre"
+    wide = wide_dtype(operands.z.dtype)
+    gate_part, up_part = _parts(operands, activation, layout, span, experts)
+    gate, grad = _wide(gate_part, wide), _wide(dh[span], wide)
+    up = None if up_part is None else _wide(up_part, wide)
+    rows, columns = dh[span].shape
+
+    bounded_gate = gate.clamp(max=limit) if pre else gate
+    raw = _act(bounded_gate.clone(), activation)
+    bounded = raw.clamp(max=limit) if limit is not None and not pre else raw
+    linear = None if up is None else _linear(up.clone(), activation)
+
+    def cut(flat: Tensor) -> Tensor:
+        return flat[: rows * columns].view(rows, columns)
+
+    if result.dp is not None or result.h is not None:
+        h = cut(bounded if linear is None else bounded * linear)
+        if result.dp is not None:
+            result.dp[span] = _sum_columns(h * cut(grad))
         if result.h is not None:
-            h = h * p
-    if result.h is not None:
-        result.h[span] = h
-    bounded = activation.limit is not None
-    dgate = _masked(scaled, local.gate[:size].view(shape), bounded)
-    if local.up is None:
-        result.dz[span] = dgate
+            p = operands.row_probs
+            result.h[span] = h if p is None else h * p[span].to(h.dtype)[:, None]
+    if operands.row_probs is not None:
+        cut(grad).mul_(operands.row_probs[span].to(grad.dtype)[:, None])
+    if linear is None or up is None:
+        result.dz[span] = cut(_act_backward(grad, gate, activation))
         return
-    dup = _masked(scaled, local.up[:size].view(shape), bounded)
-    block = layout.block(shape[1])
+
+    dup = grad * bounded
+    if cap is not None:
+        dup.mul_(1.0 - torch.tanh(up / cap).square_())
+    dgate = _act_backward(grad.mul_(linear), bounded_gate, activation)
+    if limit is not None:
+        dup = _inside(dup, up, -limit, limit)
+        dgate = _inside(dgate, gate if pre else raw, -math.inf, limit)
+    block = layout.block(columns)
     pairs = result.dz[span].unflatten(1, (-1, 2, block))
     first, second = (dup, dgate) if layout.up_first else (dgate, dup)
-    pairs[:, :, 0] = first.unflatten(1, (-1, block))
-    pairs[:, :, 1] = second.unflatten(1, (-1, block))
-
-
-def _masked(scaled: Tensor, slope: Tensor, bounded: bool) -> Tensor:
-    """Return the product; exactly 0 outside a clamp, whatever ``scaled`` holds."""
-    product = scaled * slope
-    return torch.where(slope == 0, 0.0, product) if bounded else product
+    pairs[:, :, 0] = cut(first).unflatten(1, (-1, block))
+    pairs[:, :, 1] = cut(second).unflatten(1, (-1, block))
 
 
 def _sum_columns(product: Tensor) -> Tensor:
     """Add the columns of each row: sums of 64, then these in ascending order."""
     rows, columns = product.shape
     missing = -columns % _PARTIAL
-    padded = torch.nn.functional.pad(product, (0, missing)) if missing else product
+    padded = functional.pad(product, (0, missing)) if missing else product
     partials = padded.view(rows, -1, _PARTIAL).sum(-1)
     # The last running sum is the sum from left to right.
     return partials.cumsum(-1)[:, -1]

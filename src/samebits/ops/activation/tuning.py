@@ -4,7 +4,7 @@ The kernels are elementwise, so a configuration changes speed only. ``dp`` and t
 keep their order of addition for every tile (``kernel.py``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,8 @@ class Config:
     block_f: int
     # Warps per program.
     num_warps: int
+    # Tiles in flight per program, where it walks over several; 1 leaves it to the other programs.
+    num_stages: int = 1
 
 
 # Elements of h per tile: a thread moves 16-byte vectors, two of each operand forward, one backward.
@@ -24,6 +26,8 @@ FORWARD_ELEMENTS = 2048
 BACKWARD_ELEMENTS = 1024
 # Below this many elements of h a device is not full: smaller tiles spread them over more programs.
 FEW_ELEMENTS = 1 << 19
+# Walking down rows with two sums in registers leaves few programs per multiprocessor.
+CHUNK_STAGES = 3
 
 
 def block_columns(columns: int, most: int) -> int:
@@ -37,16 +41,42 @@ def block_columns(columns: int, most: int) -> int:
     return min(sizes, key=lambda size: (-(-columns // size) * size, -size))
 
 
-def heuristic(rows: int, columns: int, itemsize: int, *, backward: bool) -> Config:
-    """Return the configuration for ``rows`` × ``columns`` elements of h.
-
-    Determinism: pure function of its arguments; no choice changes bits.
-    """
-    elements = BACKWARD_ELEMENTS if backward else FORWARD_ELEMENTS
+def _elements(rows: int, columns: int, itemsize: int, most: int) -> int:
     # 16-byte vectors hold fewer wide elements.
-    elements = elements * 2 // max(itemsize, 2)
-    if rows * columns <= FEW_ELEMENTS:
-        elements //= 2
+    elements = most * 2 // max(itemsize, 2)
+    return elements // 2 if rows * columns <= FEW_ELEMENTS else elements
+
+
+def _config(columns: int, elements: int, itemsize: int) -> Config:
     block_f = block_columns(columns, elements)
     warps = 4 if elements * itemsize >= 2048 else 2
     return Config(block_r=elements // block_f, block_f=block_f, num_warps=warps)
+
+
+def forward_heuristic(rows: int, columns: int, itemsize: int) -> Config:
+    """Return the forward tile for ``rows`` × ``columns`` elements of h of ``itemsize`` bytes.
+
+    Determinism: pure function of its arguments; no choice changes bits.
+    """
+    return _config(columns, _elements(rows, columns, itemsize, FORWARD_ELEMENTS), itemsize)
+
+
+def backward_heuristic(rows: int, columns: int, itemsize: int, *, dbias: bool) -> Config:
+    """Return the backward tile; with bias gradients one row of a chunk at a time.
+
+    Determinism: pure function of its arguments; no choice changes bits.
+    """
+    elements = _elements(rows, columns, itemsize, BACKWARD_ELEMENTS)
+    config = _config(columns, elements, itemsize)
+    return replace(config, block_r=1, num_stages=CHUNK_STAGES) if dbias else config
+
+
+def candidates(columns: int, itemsize: int, *, backward: bool) -> list[Config]:
+    """Return the configurations worth timing, the heuristic ones among them."""
+    found = []
+    most = BACKWARD_ELEMENTS if backward else FORWARD_ELEMENTS
+    for elements in (most // 2, most, 2 * most):
+        config = _config(columns, elements * 2 // itemsize, itemsize)
+        for warps in (config.num_warps, 2 * config.num_warps):
+            found += [replace(config, num_warps=warps, num_stages=n) for n in (1, 3)]
+    return found if backward else [config for config in found if config.num_stages == 1]

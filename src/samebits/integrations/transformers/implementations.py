@@ -1,0 +1,74 @@
+"""The experts implementations that are registered in the installed transformers, and ours."""
+
+import dis
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+
+from torch import nn
+from transformers.integrations import moe
+
+from samebits.errors import UnsupportedError
+
+SAMEBITS = "samebits"
+EAGER = "eager"
+
+# torch's own statements of a limitation; it raises RuntimeError for these as for everything else.
+_TORCH_LIMITS = (
+    "multiple of 16 bytes",
+    "not implemented for",
+    "not supported",
+    "Class values must be smaller than num_classes",
+)
+_RAISE = dis.opmap["RAISE_VARARGS"]
+
+
+def implementations() -> list[str]:
+    """Return every registered implementation, the class's own loop (eager) first, ours last."""
+    register()
+    names = [name for name in moe.ALL_EXPERTS_FUNCTIONS if name != SAMEBITS]
+    ours = [SAMEBITS] if SAMEBITS in moe.ALL_EXPERTS_FUNCTIONS else []
+    return [EAGER, *names, *ours]
+
+
+def register() -> None:
+    """Enter our implementation into transformers' table."""
+    if find_spec("samebits.integrations.transformers.plugin") is not None:
+        from samebits.integrations.transformers import plugin  # noqa: PLC0415
+
+        plugin.register()
+
+
+def attach(module: nn.Module) -> None:
+    """Prepare ``module`` for our implementation; raises ``UnsupportedError`` where it is refused."""
+    from samebits.integrations.transformers import plugin  # noqa: PLC0415
+
+    plugin.attach(module)
+
+
+def refuses(error: BaseException, implementation: str) -> bool:
+    """Return whether ``error`` is a clear refusal of ``implementation``, not a crash.
+
+    A refusal is a ``NotImplementedError`` (our ``UnsupportedError`` is one), a ``ValueError`` or
+    ``RuntimeError`` that a ``raise`` statement of the implementation's own module raised, or torch
+    naming a limitation of its own.
+    """
+    if isinstance(error, (NotImplementedError, UnsupportedError)):
+        return True
+    if not isinstance(error, (ValueError, RuntimeError)):
+        return False
+    return _raised_by(error, implementation) or any(text in str(error) for text in _TORCH_LIMITS)
+
+
+def _raised_by(error: BaseException, implementation: str) -> bool:
+    if implementation not in moe.ALL_EXPERTS_FUNCTIONS:
+        return False
+    own_file = moe.ALL_EXPERTS_FUNCTIONS[implementation].__code__.co_filename
+    last: TracebackType | None = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False
+    code = last.tb_frame.f_code
+    raised = code.co_code[last.tb_lasti] == _RAISE
+    return raised and Path(code.co_filename) == Path(own_file)

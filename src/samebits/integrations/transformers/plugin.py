@@ -1,0 +1,267 @@
+"""Enter the library into transformers' experts interface, and translate the experts of a model.
+
+``register()`` enters the name ``samebits``; ``attach(model)`` translates and verifies. Nothing else in
+transformers is touched: no class, no method, no configuration but the name of the implementation.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samebits.errors import UnsupportedError, must
+from samebits.experts import experts
+from samebits.integrations.transformers.interface import Interface, is_decorated, is_fp8, load
+from samebits.integrations.transformers.notes import notes_of
+from samebits.integrations.transformers.translation import (
+    ATTRIBUTE,
+    Translation,
+    is_current,
+    weights_of,
+)
+from samebits.integrations.transformers.verify import translate
+from samebits.problem import ProbPlacement
+from samebits.routing import Routing
+
+NAME = "samebits"
+
+_EXACT_IN_FP32 = (torch.bfloat16, torch.float16)
+_FP8_REASON = (
+    "the experts are FP8 (transformers' FP8 interface): samebits does not run FP8 experts here; "
+    "load the model dequantized, or keep another experts_implementation"
+)
+
+torch.library.define("samebits::refuse", "(Tensor x, str reason) -> Tensor")
+
+
+@torch.library.impl("samebits::refuse", "CompositeExplicitAutograd")
+def _refuse(x: Tensor, reason: str) -> Tensor:
+    raise UnsupportedError(reason)
+
+
+# torch.compile runs this while it traces. A raise in traced Python would only break the graph and
+# run the frame uncompiled; a raise in here reaches the caller.
+@torch.library.register_fake("samebits::refuse")
+def _refuse_fake(x: Tensor, reason: str) -> Tensor:
+    raise UnsupportedError(reason)
+
+
+def register() -> None:
+    """Enter the name ``samebits`` into transformers' experts interface, and a refusal for FP8.
+
+    Idempotent. transformers checks a requested name against both interfaces together, so the name
+    must exist in both: an FP8 model that asks for it gets the reason instead of a KeyError.
+
+    Raises:
+        ImportError: transformers is absent or has no experts interface.
+
+    Determinism: no arithmetic.
+    """
+    interface = load()
+    interface.moe.ExpertsInterface.register(NAME, experts_forward)
+    interface.fp8.FP8ExpertsInterface.register(NAME, _fp8_forward)
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Run ``samebits.experts`` on the parameters of an experts module; its registered forward.
+
+    A module that no ``attach`` has seen, or whose scalars changed since, is translated and verified
+    first; under torch.compile both raise.
+
+    Args:
+        self: The experts module.
+        hidden_states: ``(T, H)``.
+        top_k_index: ``(T, K)``, integers; ids from E on are slots of other ranks and contribute 0.
+        top_k_weights: ``(T, K)``; bf16 and fp16 are widened to fp32, which is exact.
+
+    Returns:
+        ``(T, H)`` in the dtype of ``hidden_states``; differentiable.
+
+    Raises:
+        UnsupportedError: The module cannot be translated, or is compiled without ``attach``.
+        ValueError: See ``samebits.experts``.
+
+    Determinism: see ``samebits.experts``.
+    """
+    translation: Translation | None = getattr(self, ATTRIBUTE, None)
+    if translation is None or not is_current(self, translation):
+        if torch.compiler.is_compiling():
+            refused: Tensor = torch.ops.samebits.refuse(hidden_states, _stale(self, translation))
+            return refused
+        translation = translate(self)
+        setattr(self, ATTRIBUTE, translation)
+    weights = weights_of(self, translation)
+    num_experts = weights.down.shape[0]
+    if self.num_experts != num_experts:
+        rule = f"hold num_experts = {self.num_experts} experts"
+        raise ValueError(must("down_proj", rule, num_experts))
+    # Before transformers 5.18 there is no flag, and only expert parallelism makes such ids.
+    if getattr(self, "_is_expert_parallel", True):
+        top_k_index = top_k_index.clamp(max=num_experts)
+    if top_k_index.dtype not in (torch.int32, torch.int64):
+        top_k_index = top_k_index.to(torch.int64)
+    if top_k_weights.dtype in _EXACT_IN_FP32:
+        top_k_weights = top_k_weights.float()
+    out = experts(
+        hidden_states,
+        Routing(top_k_index, top_k_weights),
+        weights,
+        translation.activation,
+        placement=ProbPlacement.FC2_OUTPUT,
+    )
+    # Autocast narrows inside; the interface promises the dtype it was given.
+    return out.to(hidden_states.dtype)
+
+
+def _fp8_forward(self: nn.Module, *arguments: Any, **options: Any) -> Tensor:
+    raise UnsupportedError(f"{type(self).__name__}: {_FP8_REASON}")
+
+
+def _stale(module: nn.Module, translation: Translation | None) -> str:
+    name = type(module).__name__
+    hint = "call samebits.integrations.transformers.attach(model) before compiling"
+    if translation is None:
+        return f"{name} is not attached: {hint}"
+    return f"{name} has changed since it was attached: {hint} again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What attach() did with one experts module."""
+
+    # Path in the model; "" for the module itself.
+    path: str
+    # Name of its class.
+    cls: str
+    # ``Activation.key``.
+    activation: str
+    # ``Layout.key``.
+    layout: str
+    # "out_in" or "in_out": how the matrices are stored.
+    orientation: str
+    # How the translation was verified, with the errors measured.
+    verified: str
+    # What a reader should know; empty where there is nothing.
+    note: str
+
+
+class Table(tuple[Row, ...]):
+    """Rows of attach(), one for each experts module, in the order of the model."""
+
+    def __str__(self) -> str:
+        columns = ("path", "cls", "activation", "layout", "orientation", "verified", "note")
+        lines = [columns, *(tuple(str(getattr(row, c)) for c in columns) for row in self)]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+        padded = (
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            for line in lines
+        )
+        return "\n".join(line.rstrip() for line in padded)
+
+
+def attach(model: nn.Module) -> Table:
+    """Translate every experts module of ``model`` and switch a transformers model to ``samebits``.
+
+    Each translation is verified against the class's own forward and gate before it is kept. Where
+    one module cannot be translated nothing is changed at all. Idempotent. Parameters stay where they
+    are: the library computes with views of them.
+
+    Args:
+        model: A transformers model, or a module that holds experts modules, or one of them. Of a
+            model, ``set_experts_implementation`` is called; of any other module the configuration is
+            left alone, because modules may share it.
+
+    Returns:
+        One row for each experts module.
+
+    Raises:
+        ImportError: transformers is absent or has no experts interface.
+        UnsupportedError: Some experts cannot be translated, or the interface does not reach them;
+            the message gives the reason for each class.
+        ValueError: The model holds no experts.
+
+    Determinism: no arithmetic on the model.
+    """
+    register()
+    interface = load()
+    found = {path: m for path, m in model.named_modules() if is_decorated(m, interface)}
+    refused = dict(_unreachable(model, set(found.values())))
+    translations: dict[str, Translation] = {}
+    for path, module in found.items():
+        reason = _FP8_REASON if is_fp8(module, interface) else None
+        if reason is None:
+            try:
+                translations[path] = translate(module)
+            except UnsupportedError as error:
+                reason = str(error)
+        if reason is not None:
+            refused[path] = f"{type(module).__name__}: {reason}"
+    if refused:
+        raise UnsupportedError(_refusal(refused))
+    if not found:
+        raise ValueError(must("model", "hold an experts module", type(model).__name__))
+    _select(model, list(found.values()))
+    for path, module in found.items():
+        setattr(module, ATTRIBUTE, translations[path])
+    return Table(
+        Row(
+            path=path,
+            cls=type(module).__name__,
+            activation=translations[path].activation.key,
+            layout=translations[path].layout.key,
+            orientation="in_out" if translations[path].transposed else "out_in",
+            verified=translations[path].verified,
+            note=notes_of(module, translations[path], NAME),
+        )
+        for path, module in found.items()
+    )
+
+
+def _refusal(refused: dict[str, str]) -> str:
+    """Return one line for each reason, with the first module it holds for and their number."""
+    paths: dict[str, list[str]] = {}
+    for path, reason in refused.items():
+        paths.setdefault(reason, []).append(path or "the module itself")
+    lines = [
+        f"  {reason} ({where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''})"
+        for reason, where in paths.items()
+    ]
+    return "\n".join(["samebits cannot be attached because", *lines, "hint: docs/refused.md"])
+
+
+# Containers of experts that the decorator does not reach are known by their names only.
+_EXPERTS_CLASS = re.compile(r"Experts?(?!\w*Router)|(MoE|SparseMLP|SparseMoeBlock)$")
+_SHARED_CLASS = re.compile(r"Shared|Router|Gate$")
+
+
+def _unreachable(model: nn.Module, found: set[nn.Module]) -> Iterator[tuple[str, str]]:
+    inside = {child for module in found for child in module.modules()}
+    reported: list[str] = []
+    for path, module in model.named_modules():
+        name = type(module).__name__
+        named = path.rpartition(".")[2] == "experts" or (
+            _EXPERTS_CLASS.search(name) and not _SHARED_CLASS.search(name)
+        )
+        covered = module in inside or not found.isdisjoint(module.modules())
+        # A block is reported once, not again for the experts within.
+        nested = any(path.startswith(prefix + ".") or prefix == "" for prefix in reported)
+        if named and not covered and not nested:
+            reported.append(path)
+            yield path, f"{name}: transformers' experts interface does not reach this class"
+
+
+def _select(model: nn.Module, modules: list[nn.Module]) -> None:
+    switch = getattr(model, "set_experts_implementation", None)
+    if switch is None:
+        return
+    switch(NAME)
+    for module in modules:
+        config: Any = module.config
+        # Some models give each layer a copy of the configuration, which the call above misses.
+        if config._experts_implementation != NAME:
+            config._experts_implementation = NAME

@@ -1,0 +1,66 @@
+"""transformers as a provider of `samebits check models`."""
+
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import transformers
+
+from samebits._version import __version__
+from samebits.checks.models.protocol import Found, LanguageBuilder, UnbuildableError
+from samebits.integrations.transformers import implementations as registered
+from samebits.integrations.transformers import zoo
+from samebits.integrations.transformers.experts_case import FoundExperts, TinyExperts
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBroken:
+    """A module whose classes cannot be looked at here."""
+
+    broken: zoo.BrokenModule
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.broken.name
+
+    def build(self, *, odd: bool = False) -> TinyExperts:
+        """Raise ``UnbuildableError`` with the reason."""
+        del odd
+        raise UnbuildableError(self.broken.reason)
+
+
+class Transformers:
+    """The installed transformers: a ``ModelProvider``."""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions that decide the results."""
+        return {
+            "samebits": __version__,
+            "torch": str(torch.__version__),
+            "transformers": str(transformers.__version__),
+            "python": platform.python_version(),
+        }
+
+    def implementations(self) -> list[str]:
+        """Every registered implementation, the class's own loop first, ours last."""
+        return registered.implementations()
+
+    def experts(self) -> Sequence[Found]:
+        """Every decorated class, and every module that might hold some and cannot be imported."""
+        return [
+            FoundExperts(found) if isinstance(found, zoo.ExpertsClass) else FoundBroken(found)
+            for found in zoo.discover()
+        ]
+
+    def languages(self, *, full: bool) -> Iterable[LanguageBuilder]:
+        """Builders of whole language models."""
+        from samebits.integrations.transformers import language_models  # noqa: PLC0415
+
+        return language_models.builders(full=full)
+
+    def refuses(self, error: BaseException, implementation: str) -> bool:
+        """Return whether ``error`` is a clear refusal."""
+        return registered.refuses(error, implementation)

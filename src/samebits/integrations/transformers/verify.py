@@ -1,0 +1,278 @@
+"""Translate one experts module, and prove the translation against the class's own code.
+
+A small double of the module is made on CPU in fp64: same class, same scalars, other sizes, random
+parameters. The class's own forward runs on it through a reader that records every attribute it reads:
+those values are all that the translation depends on. Then the library runs on the same parameters,
+and the output and every gradient must agree.
+"""
+
+import copy
+import math
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from samebits.activation import Activation
+from samebits.errors import UnsupportedError
+from samebits.experts import experts
+from samebits.integrations.transformers import gate
+from samebits.integrations.transformers.interface import own_forward
+from samebits.integrations.transformers.reading import Reader, Record
+from samebits.integrations.transformers.translation import (
+    Fact,
+    Translation,
+    holds,
+    is_current,
+    read,
+    weights_of,
+)
+from samebits.routing import Routing
+from samebits.weights import Layout, PostExpertNorm
+
+# Sizes of the double, pairwise different so that no two dimensions can be mistaken.
+_EXPERTS, _HIDDEN, _COLUMNS, _TOPK, _TOKENS = 5, 14, 6, 3, 9
+
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+# transformers 5.17 has no post-expert norm.
+_ABSENT_FLAGS = {"has_post_expert_norm": False}
+
+# What code of a class can raise when it meets a double it was not written for.
+_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+class _Known(NamedTuple):
+    """A verified translation, and the functions of the class that it was verified against."""
+
+    functions: tuple[Any, Any]
+    translation: Translation
+
+
+_VERIFIED: "WeakKeyDictionary[type, list[_Known]]" = WeakKeyDictionary()
+
+
+def translate(module: nn.Module) -> Translation:
+    """Return the verified translation of a decorated experts module.
+
+    Verification runs once per class and set of scalars; later modules of the class reuse it.
+
+    Raises:
+        UnsupportedError: The module computes something that the library does not, or something
+            that cannot be verified; the message says what.
+
+    Determinism: the verdict depends on the class and its scalars only.
+    """
+    flags = _flags(module)
+    _check_tensors(module, flags)
+    functions = (own_forward(module), getattr(type(module), "_apply_gate", None))
+    if "_apply_gate" in vars(module):
+        raise UnsupportedError("its _apply_gate was replaced on the instance")
+    known = _VERIFIED.setdefault(type(module), [])
+    for entry in known:
+        if entry.functions == functions and is_current(module, entry.translation):
+            return entry.translation
+    # Verification must not see what the caller happens to run under.
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        translation = _verify(module, flags)
+    known.append(_Known(functions, translation))
+    return translation
+
+
+def changed(module: nn.Module, translation: Translation) -> str:
+    """Return the names of the facts of ``translation`` that no longer describe ``module``."""
+    return ", ".join(str(fact) for fact in translation.facts if not holds(module, fact))
+
+
+def _flags(module: nn.Module) -> dict[str, bool]:
+    flags = {}
+    for name in FLAGS:
+        value = getattr(module, name, _ABSENT_FLAGS.get(name))
+        if not isinstance(value, bool):
+            raise UnsupportedError(f"its flag {name} is {value!r}, not a bool")
+        flags[name] = value
+    return flags
+
+
+def _tensor_names(flags: dict[str, bool]) -> set[str]:
+    first = "gate_up_proj" if flags["has_gate"] else "up_proj"
+    names = {first, "down_proj"}
+    if flags["has_bias"]:
+        names |= {first + "_bias", "down_proj_bias"}
+    if flags["has_post_expert_norm"]:
+        names.add("post_expert_norm.weight")
+    return names
+
+
+def _check_tensors(module: nn.Module, flags: dict[str, bool]) -> None:
+    held = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    expected = _tensor_names(flags)
+    if held - expected:
+        names = ", ".join(sorted(held - expected))
+        raise UnsupportedError(f"it holds tensors that its flags do not announce: {names}")
+    if expected - held:
+        raise UnsupportedError(f"it lacks {', '.join(sorted(expected - held))}")
+    for name, tensor in module.named_parameters():
+        if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise UnsupportedError(f"its {name} is {tensor.dtype}, not bf16, fp16, fp32 or fp64")
+
+
+def _double(module: nn.Module, flags: dict[str, bool], generator: torch.Generator) -> nn.Module:
+    """Return a small module of the same class with random fp64 parameters on CPU."""
+    double: nn.Module = copy.copy(module)
+    double.__dict__ = dict(vars(module))
+    hidden, columns = _HIDDEN, _COLUMNS
+    rows = 2 * columns if flags["has_gate"] else columns
+    first = "gate_up_proj" if flags["has_gate"] else "up_proj"
+    shapes = {first: (rows, hidden), "down_proj": (hidden, columns)}
+    biases = {first + "_bias": (rows,), "down_proj_bias": (hidden,)}
+    # Parameters that a class announces but leaves out stay None.
+    parameters: dict[str, nn.Parameter | None] = dict.fromkeys(module._parameters)
+    for name, shape in (shapes | (biases if flags["has_bias"] else {})).items():
+        stored = shape[::-1] if flags["is_transposed"] else shape
+        parameters[name] = _random((_EXPERTS, *stored), generator)
+    double.__dict__["_parameters"] = parameters
+    double.__dict__["_modules"] = dict(module._modules)
+    norm = module._modules.get("post_expert_norm")
+    if norm is not None and flags["has_post_expert_norm"]:
+        small = copy.copy(norm)
+        small.__dict__ = dict(vars(norm))
+        small.__dict__["_parameters"] = {"weight": _random((hidden,), generator)}
+        double.__dict__["_modules"]["post_expert_norm"] = small
+    double.__dict__["num_experts"] = _EXPERTS
+    for name, value in vars(module).items():
+        if type(value) is int and name.startswith("hidden_"):
+            double.__dict__[name] = hidden
+        if type(value) is int and name.startswith("intermediate_"):
+            double.__dict__[name] = columns
+    return double
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> nn.Parameter:
+    value = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return nn.Parameter(value)
+
+
+class _Inputs(NamedTuple):
+    x: Tensor
+    topk_ids: Tensor
+    topk_probs: Tensor
+    dout: Tensor
+
+
+def _inputs(generator: torch.Generator, spread: float) -> _Inputs:
+    """Return inputs that route to every expert but one, and whose first projection has rms ``spread``."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    ids = torch.stack(
+        [torch.randperm(_EXPERTS - 1, generator=generator)[:_TOPK] for _ in range(_TOKENS)]
+    )
+    probs = torch.rand(_TOKENS, _TOPK, generator=generator, dtype=torch.float64) + 0.1
+    x = draw(_TOKENS, _HIDDEN) * (spread / _HIDDEN**0.5)
+    return _Inputs(x, ids, probs, draw(_TOKENS, _HIDDEN))
+
+
+def _verify(module: nn.Module, flags: dict[str, bool]) -> Translation:
+    generator = torch.Generator().manual_seed(0)
+    double = _double(module, flags, generator)
+    record = Record()
+    reader = Reader(double, record)
+    try:
+        own_forward(module)(reader, *_inputs(generator, 1.0)[:3])
+        layout = (
+            Layout() if flags["is_concatenated"] or not flags["has_gate"] else Layout(interleave=1)
+        )
+        function = reader._apply_gate if flags["has_gate"] else reader.act_fn
+        function(
+            torch.zeros(2, 2 * _COLUMNS if flags["has_gate"] else _COLUMNS, dtype=torch.float64)
+        )
+    except _FAILURES as error:
+        raise UnsupportedError(f"its own forward fails on a small copy of it: {error}") from error
+    record.refuse_strange(_tensor_names(flags))
+    activation, gate_error = gate.identify(
+        function,
+        record.numbers(but=("post_expert_norm",)),
+        layout,
+        gated=flags["has_gate"],
+        name="its _apply_gate" if flags["has_gate"] else "its act_fn",
+    )
+    facts = (*_flag_facts(module), *record.facts(module))
+    common = {
+        "activation": activation,
+        "layout": layout,
+        "transposed": flags["is_transposed"],
+        "biased": flags["has_bias"],
+        "norm": _norm(module) if flags["has_post_expert_norm"] else None,
+        "facts": facts,
+    }
+    errors = {}
+    for centered in (False, True) if flags["has_post_expert_norm"] else (False,):
+        translation = Translation(**common, norm_centered=centered, verified="")
+        errors[centered] = _compare(double, translation)
+    centered = min(errors, key=errors.__getitem__)
+    if not errors[centered] <= gate.TOLERANCE:
+        raise UnsupportedError(
+            f"its own forward is not what its flags and its gate, {activation.key}, say: "
+            f"the outputs or gradients differ by {errors[centered]:.1e}"
+        )
+    verified = f"own forward {errors[centered]:.1e}, gate {gate_error:.1e}"
+    return Translation(**common, norm_centered=centered, verified=verified)
+
+
+def _flag_facts(module: nn.Module) -> list[Fact]:
+    return [
+        Fact((name,), "plain", getattr(module, name)) for name in FLAGS if hasattr(module, name)
+    ]
+
+
+def _norm(module: nn.Module) -> PostExpertNorm:
+    eps = read(module, ("post_expert_norm", "eps"))
+    if eps is None:
+        raise UnsupportedError("its post_expert_norm has no eps")
+    return PostExpertNorm(eps=eps)
+
+
+def _spread(activation: Activation) -> float:
+    """Return an rms of the first projection at which every bound is passed on both sides."""
+    bounds = (activation.limit, activation.gate_softcap, activation.up_softcap)
+    return 2.0 * max((b for b in bounds if b is not None), default=1.5)
+
+
+def _compare(double: nn.Module, translation: Translation) -> float:
+    """Return the largest error of the library against the class, over output and gradients."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = _inputs(generator, _spread(translation.activation))
+    leaves = [inputs.x.requires_grad_(), inputs.topk_probs.requires_grad_(), *double.parameters()]
+    try:
+        theirs = own_forward(double)(double, inputs.x, inputs.topk_ids, inputs.topk_probs)
+        expected = torch.autograd.grad(theirs, leaves, inputs.dout.to(theirs.dtype))
+    except _FAILURES as error:
+        raise UnsupportedError(
+            f"its own forward or backward fails on a small copy: {error}"
+        ) from error
+    routing = Routing(inputs.topk_ids, inputs.topk_probs)
+    ours = experts(
+        inputs.x,
+        routing,
+        weights_of(double, translation),
+        translation.activation,
+        backend="reference",
+    )
+    actual = torch.autograd.grad(ours, leaves, inputs.dout)
+    pairs = zip((ours, *actual), (theirs, *expected), strict=True)
+    return max(_distance(a.detach(), e.detach()) for a, e in pairs)
+
+
+def _distance(actual: Tensor, expected: Tensor) -> float:
+    error = float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
+    return math.inf if math.isnan(error) else error

@@ -12,56 +12,14 @@ kept slots are sorted by expert, stably. For T = 3, K = 2, E = 3 and
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from samebits.errors import must, unknown
-
-Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
-SCORES: tuple[Score, ...] = ("softmax", "sigmoid", "sqrt_softplus")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingRule:
-    """Describe how logits become ids and probabilities; see ``Routing.from_logits``."""
-
-    # Experts chosen per token, K >= 1.
-    topk: int
-    # Score function of a logit, over all N experts.
-    score: Score = "softmax"
-    # True: choose by logits first and score only the K chosen (gpt-oss, Granite).
-    topk_first: bool = False
-    # Experts are cut into this many equal groups; 1 means no grouping.
-    groups: int = 1
-    # Groups kept per token, 1 … groups.
-    topk_groups: int = 1
-    # Experts whose scores are summed to rank a group: 2 is DeepSeek-V3, 1 (the maximum) DeepSeek-V2.
-    group_topk: int = 2
-    # Divide the K probabilities by their sum.
-    renormalize: bool = False
-    # Added to that sum; 1e-20 is DeepSeek-V3.
-    renormalize_eps: float = 0.0
-    # Multiplied into the probabilities last; 2.5 is DeepSeek-V3.
-    scaling_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.score not in SCORES:
-            raise ValueError(unknown("score", self.score, SCORES))
-        for name in ("topk", "groups", "topk_groups", "group_topk"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(must(name, "be an int", repr(value)))
-            if value < 1:
-                raise ValueError(must(name, "be >= 1", value))
-        if self.topk_groups > self.groups:
-            raise ValueError(must("topk_groups", f"be <= groups = {self.groups}", self.topk_groups))
-        if self.topk_first and self.groups > 1:
-            raise ValueError(must("groups", "be 1 with topk_first", self.groups))
-        if not self.renormalize and self.renormalize_eps != 0.0:
-            rule = "be 0 without renormalize, which alone uses it"
-            raise ValueError(must("renormalize_eps", rule, self.renormalize_eps))
+from samebits.errors import must
+from samebits.rule import RoutingRule as RoutingRule
+from samebits.rule import TopkProbs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +58,11 @@ class Routing:
 
     @staticmethod
     def from_logits(
-        logits: Tensor, rule: RoutingRule, *, selection_bias: Tensor | None = None
+        logits: Tensor,
+        rule: RoutingRule,
+        *,
+        selection_bias: Tensor | None = None,
+        topk_ids: Tensor | None = None,
     ) -> "Routing":
         """Choose experts by score and return them with their probabilities.
 
@@ -114,72 +76,38 @@ class Routing:
             rule: The rule.
             selection_bias: ``(N,)``, added to the score for the choice only (DeepSeek-V3's
                 ``e_score_correction_bias``); gets no gradient.
+            topk_ids: ``(T, K)``, a recorded choice to replay instead of choosing; only the
+                probabilities are computed. Dropped slots stay dropped, with probability 0.
 
         Returns:
-            Ids int64 and probabilities fp32 (fp64 for fp64), both ``(T, K)``, in order of
-            descending choice score; differentiable in ``logits``.
+            Ids int64 (or as given) and probabilities fp32 (fp64 for fp64), both ``(T, K)``, in
+            order of descending choice score (or as given); differentiable in ``logits``.
 
         Raises:
-            ValueError: K exceeds what the rule leaves to choose from, or shapes disagree.
+            ValueError: K exceeds what the rule leaves to choose from, shapes disagree, or a
+                selection bias is given for a choice that is made already.
 
-        Determinism: bitwise repeatable; each row independent of T and of the other rows.
+        Determinism: bitwise repeatable; each row independent of T and of the other rows; the same
+        bits in compiled code.
         """
         if logits.dim() != 2:
             raise ValueError(must("logits", "have shape (T, N)", tuple(logits.shape)))
-        experts = logits.shape[1]
-        _check_sizes(rule, experts, selection_bias)
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        scores = wide if rule.topk_first else score(wide, rule.score)
-        choice = scores.detach()
-        if selection_bias is not None:
-            choice = choice + selection_bias.detach().to(choice.dtype)
-        if rule.groups > 1:
-            choice = _mask_groups(choice, rule)
-        # A stable descending sort is the only choice that promises ties to the lowest id.
-        topk_ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : rule.topk]
-        topk_probs = scores.gather(1, topk_ids)
-        if rule.topk_first:
-            topk_probs = score(topk_probs, rule.score)
-        if rule.renormalize:
-            topk_probs = topk_probs / (topk_probs.sum(-1, keepdim=True) + rule.renormalize_eps)
-        if rule.scaling_factor != 1.0:
-            topk_probs = topk_probs * rule.scaling_factor
-        return Routing(topk_ids, topk_probs, experts)
-
-
-def score(logits: Tensor, kind: Score) -> Tensor:
-    """Return the score of each logit: softmax over the last dimension, sigmoid or √softplus.
-
-    Determinism: bitwise repeatable; each row independent of the others.
-    """
-    if kind == "softmax":
-        return torch.softmax(logits, -1)
-    if kind == "sigmoid":
-        return torch.sigmoid(logits)
-    return torch.sqrt(torch.nn.functional.softplus(logits))
-
-
-def _check_sizes(rule: RoutingRule, experts: int, selection_bias: Tensor | None) -> None:
-    if experts % rule.groups:
-        raise ValueError(must("groups", f"divide N = {experts}", rule.groups))
-    if rule.groups > 1 and rule.group_topk > experts // rule.groups:
-        limit = f"be <= experts per group = {experts // rule.groups}"
-        raise ValueError(must("group_topk", limit, rule.group_topk))
-    choosable = experts // rule.groups * rule.topk_groups
-    if rule.topk > choosable:
-        raise ValueError(must("topk", f"be <= {choosable}, the experts to choose from", rule.topk))
-    if selection_bias is not None and tuple(selection_bias.shape) != (experts,):
-        raise ValueError(
-            must("selection_bias", f"have shape ({experts},)", tuple(selection_bias.shape))
-        )
-
-
-def _mask_groups(choice: Tensor, rule: RoutingRule) -> Tensor:
-    grouped = choice.unflatten(1, (rule.groups, -1))
-    group_score = grouped.topk(rule.group_topk, -1).values.sum(-1)
-    kept = group_score.sort(dim=-1, descending=True, stable=True).indices[:, : rule.topk_groups]
-    mask = torch.zeros_like(group_score, dtype=torch.bool).scatter(1, kept, value=True)
-    return torch.where(mask[..., None], grouped, float("-inf")).flatten(1)
+        rule.check(logits.shape[1])
+        if topk_ids is None:
+            if selection_bias is not None and selection_bias.shape != logits.shape[1:]:
+                size = f"have shape ({logits.shape[1]},)"
+                raise ValueError(must("selection_bias", size, tuple(selection_bias.shape)))
+            topk_ids = torch.ops.samebits.choose_experts(logits, selection_bias, rule.key)
+        elif selection_bias is not None:
+            raise ValueError(must("selection_bias", "be None with topk_ids", "a tensor"))
+        elif tuple(topk_ids.shape) != (logits.shape[0], rule.topk):
+            shape = f"have shape (T, K) = ({logits.shape[0]}, {rule.topk})"
+            raise ValueError(must("topk_ids", shape, tuple(topk_ids.shape)))
+        if torch.is_grad_enabled() and logits.requires_grad:
+            topk_probs: Tensor = TopkProbs.apply(logits, topk_ids, rule.key)  # type: ignore[no-untyped-call]
+        else:
+            topk_probs = torch.ops.samebits.topk_probs_forward(logits, topk_ids, rule.key)
+        return Routing(topk_ids, topk_probs, logits.shape[1])
 
 
 class Permutation(NamedTuple):

@@ -4,6 +4,7 @@ Options enter as canonical strings, so no Python float reaches a compiled graph;
 an ordinary dynamic dimension. The backend is chosen inside, from the real tensors.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -137,6 +138,17 @@ def _check_ids(call: Call, num_experts: int) -> None:
         raise ValueError(must("topk_ids", rule, low if low < -1 else high))
 
 
+def outside_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which autocast is off for ``device``.
+
+    Autocast stays on inside an operator and would narrow the fp32 products that rounding points
+    ask for; what autocast means for a layer is decided once, before the operator.
+    """
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 @torch.library.impl("samebits::experts_forward", "CompositeExplicitAutograd")
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = Call(*arguments[:9])
@@ -144,7 +156,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     options = Options.parse(text)
     _check_ids(call, num_experts)
     problem = problem_of(options, call, num_experts, expert_start, grad=save)
-    out, z = choose(options.backend, problem).forward(problem, call, save=save)
+    with outside_autocast(call.x.device):
+        out, z = choose(options.backend, problem).forward(problem, call, save=save)
     return out, z
 
 
@@ -165,7 +178,8 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     options = Options.parse(text)
     problem = problem_of(options, call, num_experts, expert_start, grad=True)
     module = choose(options.backend, problem)
-    grads: Gradients = module.backward(problem, call, z, dout, tuple(wanted))
+    with outside_autocast(call.x.device):
+        grads: Gradients = module.backward(problem, call, z, dout, tuple(wanted))
     return tuple(call.x.new_empty(0) if g is None else g for g in grads)
 
 

@@ -1,0 +1,264 @@
+"""A whole mixture-of-experts layer: router, experts, and what models put around them."""
+
+import math
+from typing import Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor, nn
+
+from samebits.errors import must
+from samebits.nn.experts import Experts
+from samebits.nn.linear import RowLinear, project
+from samebits.nn.losses import expert_counts, load_balancing_loss, router_z_loss
+from samebits.nn.router import Router, RouterOutput
+from samebits.nn.sums import Parts, add_parts
+from samebits.routing import Routing, RoutingRule
+
+# The gate of shared experts: a router of one expert.
+_GATE = RoutingRule(topk=1, score="sigmoid")
+
+
+class MoEOutput(NamedTuple):
+    """The output of a layer, and what its router is trained and balanced with; tensors only.
+
+    Returned, never stored in the module: activation checkpointing runs a forward twice, and state
+    would count twice; and only what a forward returns survives compilation and reentrant
+    checkpointing with its gradient.
+    """
+
+    # The shape of x.
+    out: Tensor
+    # Scalar, 1 at perfect balance; see ``load_balancing_loss``. Not multiplied by a coefficient.
+    balance_loss: Tensor
+    # Scalar; see ``router_z_loss``. Not multiplied by a coefficient.
+    z_loss: Tensor
+    # (N,) int64, slots of each expert; for ``Router.update_selection_bias``.
+    counts: Tensor
+
+
+class MoE(nn.Module):
+    """Route each token, run its experts, and add what the model has beside them.
+
+    With D the dtype of ``x`` and every sum in fp32::
+
+        v      = x, or D(x · latent_downᵀ)                         # latent_size
+        routed = Σ_k p_k · expert_k(v), unrounded; or D(D(routed) · latent_upᵀ)
+        routed = routed + (Σ_k p_k over identity experts) · x      # identity_experts
+        out    = D(routed_scaling · routed + gate · shared(x))     # shared, shared_gate
+
+    The router and the shared experts always see ``x`` itself.
+
+    Args:
+        router: Chooses among ``experts.num_experts + identity_experts`` experts.
+        experts: The routed experts.
+        shared: Experts that every token goes to: an ``Experts`` with ``num_experts=1`` and its own
+            activation; several shared experts are one with the sum of their sizes.
+        shared_gate: Multiply the shared output by ``sigmoid(x · shared_gateᵀ)``, in fp32
+            (Qwen2-MoE); otherwise by 1.
+        latent_size: Size in which the routed experts work, between two projections (Nemotron-3);
+            None means H.
+        identity_experts: Number of experts, behind the real ones, that return their input
+            (LongCat's zero experts).
+        routed_scaling: Multiplied into the routed sum, after the experts (MiniMax-M3); a factor on
+            the probabilities is ``RoutingRule.scaling_factor``.
+
+    Raises:
+        TypeError: A part has the wrong type.
+        ValueError: The parts do not fit together; the message names both sizes.
+    """
+
+    def __init__(
+        self,
+        *,
+        router: Router,
+        experts: Experts,
+        shared: Experts | None = None,
+        shared_gate: bool = False,
+        latent_size: int | None = None,
+        identity_experts: int = 0,
+        routed_scaling: float = 1.0,
+    ) -> None:
+        super().__init__()
+        for name, part, kind in (("router", router, Router), ("experts", experts, Experts)):
+            if not isinstance(part, kind):
+                raise TypeError(must(name, f"be a {kind.__name__}", type(part).__name__))
+        hidden = router.hidden_size
+        _check_parts(router, experts, latent_size, identity_experts)
+        _check_shared(shared, shared_gate, hidden)
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+        self.latent_size = latent_size
+        self.identity_experts = identity_experts
+        # As text, because a float attribute may go stale in a compiled graph.
+        self._routed_scaling = _spell(routed_scaling)
+        self.shared_gate = None
+        self.latent_down = None
+        self.latent_up = None
+        place = {"device": experts.gate_up.device, "dtype": experts.gate_up.dtype}
+        if shared_gate:
+            self.shared_gate = RowLinear(hidden, 1, bias=False, **place)
+        if latent_size is not None:
+            self.latent_down = RowLinear(hidden, latent_size, bias=False, **place)
+            self.latent_up = RowLinear(latent_size, hidden, bias=False, **place)
+
+    @property
+    def routed_scaling(self) -> float:
+        """Factor of the routed sum."""
+        return float(self._routed_scaling)
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        losses: Literal[False] = False,
+        topk_ids: Tensor | None = None,
+        num_valid_tokens: Tensor | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        losses: Literal[True],
+        topk_ids: Tensor | None = None,
+        num_valid_tokens: Tensor | None = None,
+    ) -> MoEOutput: ...
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        losses: bool = False,
+        topk_ids: Tensor | None = None,
+        num_valid_tokens: Tensor | None = None,
+    ) -> Tensor | MoEOutput:
+        """Return the output of the layer, with ``losses`` also what trains its router.
+
+        Args:
+            x: ``(…, H)`` in the dtype of the parameters (any, under autocast).
+            losses: True returns ``MoEOutput``; the output has the same bits either way.
+            topk_ids: ``(T, K)``, a recorded choice to replay; see ``Routing.from_logits``.
+            num_valid_tokens: ``(1,)`` int32 on the device of ``x``; of the T flattened tokens,
+                those from there on are not read, get 0 and count in no loss.
+
+        Returns:
+            A tensor of the shape of ``x``, or ``MoEOutput``.
+
+        Raises:
+            ValueError: Shapes or dtypes disagree; the message names both.
+            UnsupportedError: The backend (or every backend) cannot run this layer.
+
+        Determinism: bitwise repeatable; row independent where the backend of ``experts`` is.
+        """
+        rows = x.reshape(-1, x.shape[-1])
+        valid = None
+        if num_valid_tokens is not None:
+            valid = torch.arange(rows.shape[0], device=x.device) < num_valid_tokens
+            rows = torch.where(valid[:, None], rows, 0.0)
+        routed = self.router(rows, topk_ids)
+        out = self._output(rows, routed.routing, num_valid_tokens).reshape(x.shape)
+        return self._with_losses(out, routed, valid) if losses else out
+
+    def _output(self, x: Tensor, routing: Routing, count: Tensor | None) -> Tensor:
+        dtype = _working_dtype(x)
+        real = self._real(routing)
+        bare = self.latent_up is None and self.shared is None and not self.identity_experts
+        if bare and self._routed_scaling == "1.0":
+            out: Tensor = self.experts(x, real, num_valid_tokens=count)
+            return out
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        if self.latent_down is not None and self.latent_up is not None:
+            latent = self.experts(self.latent_down(x), real, num_valid_tokens=count)
+            routed = self.latent_up(latent).to(wide)
+        else:
+            routed = self.experts(x, real, out_dtype=wide, num_valid_tokens=count)
+        shared = None
+        if self.shared is not None:
+            gate = self._shared_routing(x, wide)
+            shared = self.shared(x, gate, out_dtype=wide, num_valid_tokens=count)
+        identity = x.to(dtype) if self.identity_experts else None
+        parts = Parts(routed, identity, routing.topk_ids, routing.topk_probs, shared)
+        return add_parts(parts, self.experts.num_experts, self._routed_scaling, dtype)
+
+    def _real(self, routing: Routing) -> Routing:
+        """Return the routing with the slots of identity experts dropped."""
+        if not self.identity_experts:
+            return routing
+        real = self.experts.num_experts
+        ids = torch.where(routing.topk_ids < real, routing.topk_ids, -1)
+        return Routing(ids, routing.topk_probs, real)
+
+    def _shared_routing(self, x: Tensor, wide: torch.dtype) -> Routing:
+        ids = torch.zeros(x.shape[0], 1, dtype=torch.int64, device=x.device)
+        if self.shared_gate is None:
+            return Routing(ids, torch.ones(ids.shape, dtype=wide, device=x.device), 1)
+        gate = project(x.to(wide), self.shared_gate.weight.to(wide))
+        return Routing.from_logits(gate, _GATE, topk_ids=ids)
+
+    def _with_losses(self, out: Tensor, routed: RouterOutput, valid: Tensor | None) -> MoEOutput:
+        ids, logits = routed.routing.topk_ids, routed.logits
+        if valid is not None:
+            ids = torch.where(valid[:, None], ids, -1)
+        counts = expert_counts(ids, self.router.num_experts)
+        balance = load_balancing_loss(self.router.shares(logits), counts, valid)
+        return MoEOutput(out, balance, router_z_loss(logits, valid), counts)
+
+    def extra_repr(self) -> str:
+        """Return the options of the layer that are not neutral."""
+        parts = []
+        if self.latent_size is not None:
+            parts.append(f"latent_size={self.latent_size}")
+        if self.identity_experts:
+            parts.append(f"identity_experts={self.identity_experts}")
+        if self._routed_scaling != "1.0":
+            parts.append(f"routed_scaling={self._routed_scaling}")
+        return ", ".join(parts)
+
+
+def _working_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def _check_parts(
+    router: Router, experts: Experts, latent_size: int | None, identity_experts: int
+) -> None:
+    if identity_experts < 0:
+        raise ValueError(must("identity_experts", "be >= 0", identity_experts))
+    total = experts.num_experts + identity_experts
+    if router.num_experts != total:
+        sum_ = f"{experts.num_experts} + {identity_experts}"
+        rule = f"be experts.num_experts + identity_experts = {sum_}"
+        raise ValueError(must("router.num_experts", rule, router.num_experts))
+    source = "router.hidden_size" if latent_size is None else "latent_size"
+    size = router.hidden_size if latent_size is None else latent_size
+    if experts.hidden_size != size:
+        raise ValueError(must("experts.hidden_size", f"be {source} = {size}", experts.hidden_size))
+
+
+def _check_shared(shared: Experts | None, shared_gate: bool, hidden: int) -> None:
+    if shared is None:
+        if shared_gate:
+            rule = "be False without shared, which alone uses it"
+            raise ValueError(must("shared_gate", rule, True))
+        return
+    if not isinstance(shared, Experts):
+        raise TypeError(must("shared", "be an Experts", type(shared).__name__))
+    if shared.num_experts != 1:
+        raise ValueError(must("shared.num_experts", "be 1", shared.num_experts))
+    if shared.hidden_size != hidden:
+        rule = f"be router.hidden_size = {hidden}"
+        raise ValueError(must("shared.hidden_size", rule, shared.hidden_size))
+
+
+def _spell(scaling: float) -> str:
+    if isinstance(scaling, bool) or not isinstance(scaling, (int, float)):
+        raise TypeError(must("routed_scaling", "be a plain Python number", repr(scaling)))
+    if not (math.isfinite(scaling) and scaling > 0):
+        raise ValueError(must("routed_scaling", "be finite and > 0", scaling))
+    return repr(float(scaling))

@@ -1,24 +1,27 @@
 """Find the ``Activation`` that a function of transformers computes, by its values.
 
 A class of transformers says nothing about its gate but the code of ``_apply_gate``. So that code is
-run on chosen values, and compared with every activation that the scalars it reads can form. One that
-agrees everywhere, gradients included, is the answer; if none does, the class is refused.
+run on chosen values, in fp64, and compared with every activation that the scalars it reads can
+form. One that agrees everywhere, gradients included, is the answer; if none does, the class is
+refused.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from samebits.activation import ACTIVATIONS, Activation, apply
 from samebits.errors import UnsupportedError
+from samebits.integrations.transformers.oracle import Float64Casts
 from samebits.weights import Layout, merge_gate_up
 
-# Two functions closer than this, relative to max(|value|, 1), are one function in fp32. It also
-# leaves room for classes that compute their gate in fp32 whatever they are given.
-TOLERANCE = 2.0**-20
+# Two functions closer than this, relative to max(|value|, 1), are one function in fp32: it is a
+# sixty-fourth of fp32's unit roundoff.
+TOLERANCE = 2.0**-30
 
 # Slopes that code may hold as a literal: 1, and the sigmoid approximation of gelu.
 _ALPHAS = (1.0, 1.702)
@@ -110,9 +113,7 @@ def identify(
     )
     closest: tuple[float, str] = (math.inf, "none")
     for activation in candidates(scalars, gated=gated):
-        expected, expected_slopes = _evaluate(
-            lambda g, u, activation=activation: apply(activation, g, u), gate, up
-        )
+        expected, expected_slopes = _evaluate(partial(apply, activation), gate, up)
         error = _error(value, expected)
         if error <= TOLERANCE:
             # Next to a bound a gradient may be either of two values: judge the others.
@@ -155,7 +156,7 @@ def _evaluate(
     function: Callable[[Tensor, Tensor | None], Tensor], gate: Tensor, up: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     leaves = [t.clone().requires_grad_() for t in (gate, up) if t is not None]
-    with torch.enable_grad():
+    with torch.enable_grad(), Float64Casts():
         value = function(leaves[0], leaves[1] if up is not None else None)
         if value.shape != gate.shape:
             raise UnsupportedError(

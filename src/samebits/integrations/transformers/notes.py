@@ -8,7 +8,7 @@ from torch import nn
 from samebits.integrations.transformers.translation import Translation
 
 # Fields of configurations that bound or change the gate of routed experts.
-_GATE_FIELD = re.compile(r"swiglu|(expert|moe|mlp).*(limit|softcap|clamp|alpha)")
+_GATE_FIELD = re.compile(r"swiglu|(expert|moe|mlp).*(limit|softcap|clamp)")
 _OTHERS = re.compile(r"share|router|attn|attention")
 
 
@@ -16,7 +16,7 @@ def notes_of(module: nn.Module, translation: Translation, name: str) -> str:
     """Return what the reader of the table should know of ``module``; empty where nothing."""
     config: Any = module.config
     notes = [
-        f"config.{field} = {value!r} is not what the class computes; attach computes what the class does"
+        f"the class does not apply config.{field} = {value!r}, and neither does samebits"
         for field, value in sorted(vars(config).items())
         if _GATE_FIELD.search(field) and not _OTHERS.search(field) and _ignored(value, translation)
     ]

@@ -1,7 +1,8 @@
 """Enter the library into transformers' experts interface, and translate the experts of a model.
 
-``register()`` enters the name ``samebits``; ``attach(model)`` translates and verifies. Nothing else in
-transformers is touched: no class, no method, no configuration but the name of the implementation.
+``register()`` enters the name ``samebits``; ``attach(model)`` translates and verifies. Nothing else
+in transformers is touched: no class, no method, nothing of a configuration but the implementation's
+name.
 """
 
 import re
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from samebits.errors import UnsupportedError, must
 from samebits.experts import experts
-from samebits.integrations.transformers.interface import Interface, is_decorated, is_fp8, load
+from samebits.integrations.transformers.interface import is_decorated, is_fp8, load
 from samebits.integrations.transformers.notes import notes_of
 from samebits.integrations.transformers.translation import (
     ATTRIBUTE,
@@ -37,16 +38,14 @@ _FP8_REASON = (
 torch.library.define("samebits::refuse", "(Tensor x, str reason) -> Tensor")
 
 
-@torch.library.impl("samebits::refuse", "CompositeExplicitAutograd")
 def _refuse(x: Tensor, reason: str) -> Tensor:
-    raise UnsupportedError(reason)
+    raise UnsupportedError(f"{reason} (x of shape {tuple(x.shape)})")
 
 
-# torch.compile runs this while it traces. A raise in traced Python would only break the graph and
-# run the frame uncompiled; a raise in here reaches the caller.
-@torch.library.register_fake("samebits::refuse")
-def _refuse_fake(x: Tensor, reason: str) -> Tensor:
-    raise UnsupportedError(reason)
+# torch.compile calls the fake while it traces. A raise in traced Python would only break the graph
+# and run the frame uncompiled; a raise in an operator reaches the caller.
+torch.library.impl("samebits::refuse", "CompositeExplicitAutograd", _refuse)
+torch.library.register_fake("samebits::refuse", _refuse)
 
 
 def register() -> None:
@@ -118,7 +117,8 @@ def experts_forward(
     return out.to(hidden_states.dtype)
 
 
-def _fp8_forward(self: nn.Module, *arguments: Any, **options: Any) -> Tensor:
+def _fp8_forward(self: nn.Module, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    del hidden_states, arguments, options
     raise UnsupportedError(f"{type(self).__name__}: {_FP8_REASON}")
 
 
@@ -168,13 +168,13 @@ def attach(model: nn.Module) -> Table:
     """Translate every experts module of ``model`` and switch a transformers model to ``samebits``.
 
     Each translation is verified against the class's own forward and gate before it is kept. Where
-    one module cannot be translated nothing is changed at all. Idempotent. Parameters stay where they
-    are: the library computes with views of them.
+    one module cannot be translated nothing is changed at all. Idempotent. Parameters stay where
+    they are: the library computes with views of them.
 
     Args:
         model: A transformers model, or a module that holds experts modules, or one of them. Of a
-            model, ``set_experts_implementation`` is called; of any other module the configuration is
-            left alone, because modules may share it.
+            model, ``set_experts_implementation`` is called; of any other module the configuration
+            is left alone, because modules may share it.
 
     Returns:
         One row for each experts module.

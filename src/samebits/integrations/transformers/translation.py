@@ -91,10 +91,7 @@ def holds(module: nn.Module, fact: Fact) -> bool:
 
 def is_current(module: nn.Module, translation: Translation) -> bool:
     """Return whether every fact of ``translation`` still describes ``module``."""
-    for fact in translation.facts:
-        if not holds(module, fact):
-            return False
-    return True
+    return all(holds(module, fact) for fact in translation.facts)
 
 
 def weights_of(module: nn.Module, translation: Translation) -> ExpertWeights:

@@ -1,13 +1,15 @@
 """Translate one experts module, and prove the translation against the class's own code.
 
 A small double of the module is made on CPU in fp64: same class, same scalars, other sizes, random
-parameters. The class's own forward runs on it through a reader that records every attribute it reads:
-those values are all that the translation depends on. Then the library runs on the same parameters,
-and the output and every gradient must agree.
+parameters. The class's own forward runs on it through a reader that records every attribute it
+reads: those values are all that the translation depends on. Then the library runs on the same
+parameters, and the output and every gradient must agree. Casts in the class's code become fp64, so
+that the comparison is as sharp as fp64 allows.
 """
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,6 +21,7 @@ from samebits.errors import UnsupportedError
 from samebits.experts import experts
 from samebits.integrations.transformers import gate
 from samebits.integrations.transformers.interface import own_forward
+from samebits.integrations.transformers.oracle import Float64Casts
 from samebits.integrations.transformers.reading import Reader, Record
 from samebits.integrations.transformers.translation import (
     Fact,
@@ -169,7 +172,7 @@ class _Inputs(NamedTuple):
 
 
 def _inputs(generator: torch.Generator, spread: float) -> _Inputs:
-    """Return inputs that route to every expert but one, and whose first projection has rms ``spread``."""
+    """Return inputs for every expert but one; the first projection has rms ``spread``."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -185,48 +188,48 @@ def _inputs(generator: torch.Generator, spread: float) -> _Inputs:
 def _verify(module: nn.Module, flags: dict[str, bool]) -> Translation:
     generator = torch.Generator().manual_seed(0)
     double = _double(module, flags, generator)
+    gated, normed = flags["has_gate"], flags["has_post_expert_norm"]
     record = Record()
     reader = Reader(double, record)
+    inputs = _inputs(generator, 1.0)
     try:
-        own_forward(module)(reader, *_inputs(generator, 1.0)[:3])
-        layout = (
-            Layout() if flags["is_concatenated"] or not flags["has_gate"] else Layout(interleave=1)
-        )
-        function = reader._apply_gate if flags["has_gate"] else reader.act_fn
-        function(
-            torch.zeros(2, 2 * _COLUMNS if flags["has_gate"] else _COLUMNS, dtype=torch.float64)
-        )
+        with Float64Casts():
+            own_forward(module)(reader, inputs.x, inputs.topk_ids, inputs.topk_probs)
+            function = reader._apply_gate if gated else reader.act_fn
+            function(inputs.x[:, : 2 * _COLUMNS if gated else _COLUMNS])
     except _FAILURES as error:
         raise UnsupportedError(f"its own forward fails on a small copy of it: {error}") from error
     record.refuse_strange(_tensor_names(flags))
+    layout = Layout() if flags["is_concatenated"] or not gated else Layout(interleave=1)
     activation, gate_error = gate.identify(
         function,
         record.numbers(but=("post_expert_norm",)),
         layout,
-        gated=flags["has_gate"],
-        name="its _apply_gate" if flags["has_gate"] else "its act_fn",
+        gated=gated,
+        name="its _apply_gate" if gated else "its act_fn",
     )
     facts = (*_flag_facts(module), *record.facts(module))
-    common = {
-        "activation": activation,
-        "layout": layout,
-        "transposed": flags["is_transposed"],
-        "biased": flags["has_bias"],
-        "norm": _norm(module) if flags["has_post_expert_norm"] else None,
-        "facts": facts,
-    }
+    norm = _norm(module) if normed else None
     errors = {}
-    for centered in (False, True) if flags["has_post_expert_norm"] else (False,):
-        translation = Translation(**common, norm_centered=centered, verified="")
-        errors[centered] = _compare(double, translation)
-    centered = min(errors, key=errors.__getitem__)
-    if not errors[centered] <= gate.TOLERANCE:
+    for centered in (False, True) if normed else (False,):
+        translation = Translation(
+            activation=activation,
+            layout=layout,
+            transposed=flags["is_transposed"],
+            biased=flags["has_bias"],
+            norm=norm,
+            norm_centered=centered,
+            facts=facts,
+            verified="",
+        )
+        errors[_compare(double, translation)] = translation
+    distance = min(errors)
+    if not distance <= gate.TOLERANCE:
         raise UnsupportedError(
             f"its own forward is not what its flags and its gate, {activation.key}, say: "
-            f"the outputs or gradients differ by {errors[centered]:.1e}"
+            f"the outputs or gradients differ by {distance:.1e}"
         )
-    verified = f"own forward {errors[centered]:.1e}, gate {gate_error:.1e}"
-    return Translation(**common, norm_centered=centered, verified=verified)
+    return replace(errors[distance], verified=f"own forward {distance:.1e}, gate {gate_error:.1e}")
 
 
 def _flag_facts(module: nn.Module) -> list[Fact]:
@@ -254,7 +257,8 @@ def _compare(double: nn.Module, translation: Translation) -> float:
     inputs = _inputs(generator, _spread(translation.activation))
     leaves = [inputs.x.requires_grad_(), inputs.topk_probs.requires_grad_(), *double.parameters()]
     try:
-        theirs = own_forward(double)(double, inputs.x, inputs.topk_ids, inputs.topk_probs)
+        with Float64Casts():
+            theirs = own_forward(double)(double, inputs.x, inputs.topk_ids, inputs.topk_probs)
         expected = torch.autograd.grad(theirs, leaves, inputs.dout.to(theirs.dtype))
     except _FAILURES as error:
         raise UnsupportedError(

@@ -5,8 +5,6 @@ in transformers is touched: no class, no method, nothing of a configuration but 
 name.
 """
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +15,11 @@ from samebits.errors import UnsupportedError, must
 from samebits.experts import experts
 from samebits.integrations.transformers.interface import is_decorated, is_fp8, load
 from samebits.integrations.transformers.notes import notes_of
+from samebits.integrations.transformers.reach import unreachable
 from samebits.integrations.transformers.translation import (
     ATTRIBUTE,
     Translation,
+    changed,
     is_current,
     weights_of,
 )
@@ -96,7 +96,7 @@ def experts_forward(
         setattr(self, ATTRIBUTE, translation)
     weights = weights_of(self, translation)
     num_experts = weights.down.shape[0]
-    if self.num_experts != num_experts:
+    if getattr(self, "num_experts", num_experts) != num_experts:
         rule = f"hold num_experts = {self.num_experts} experts"
         raise ValueError(must("down_proj", rule, num_experts))
     # Before transformers 5.18 there is no flag, and only expert parallelism makes such ids.
@@ -127,7 +127,7 @@ def _stale(module: nn.Module, translation: Translation | None) -> str:
     hint = "call samebits.integrations.transformers.attach(model) before compiling"
     if translation is None:
         return f"{name} is not attached: {hint}"
-    return f"{name} has changed since it was attached: {hint} again"
+    return f"{name}: {changed(module, translation)} changed since attach; {hint} again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,7 @@ def attach(model: nn.Module) -> Table:
     register()
     interface = load()
     found = {path: m for path, m in model.named_modules() if is_decorated(m, interface)}
-    refused = dict(_unreachable(model, set(found.values())))
+    refused = dict(unreachable(model, set(found.values())))
     translations: dict[str, Translation] = {}
     for path, module in found.items():
         reason = _FP8_REASON if is_fp8(module, interface) else None
@@ -232,27 +232,6 @@ def _refusal(refused: dict[str, str]) -> str:
         for reason, where in paths.items()
     ]
     return "\n".join(["samebits cannot be attached because", *lines, "hint: docs/refused.md"])
-
-
-# Containers of experts that the decorator does not reach are known by their names only.
-_EXPERTS_CLASS = re.compile(r"Experts?(?!\w*Router)|(MoE|SparseMLP|SparseMoeBlock)$")
-_SHARED_CLASS = re.compile(r"Shared|Router|Gate$")
-
-
-def _unreachable(model: nn.Module, found: set[nn.Module]) -> Iterator[tuple[str, str]]:
-    inside = {child for module in found for child in module.modules()}
-    reported: list[str] = []
-    for path, module in model.named_modules():
-        name = type(module).__name__
-        named = path.rpartition(".")[2] == "experts" or (
-            _EXPERTS_CLASS.search(name) and not _SHARED_CLASS.search(name)
-        )
-        covered = module in inside or not found.isdisjoint(module.modules())
-        # A block is reported once, not again for the experts within.
-        nested = any(path.startswith(prefix + ".") or prefix == "" for prefix in reported)
-        if named and not covered and not nested:
-            reported.append(path)
-            yield path, f"{name}: transformers' experts interface does not reach this class"
 
 
 def _select(model: nn.Module, modules: list[nn.Module]) -> None:

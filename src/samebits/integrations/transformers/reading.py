@@ -1,6 +1,7 @@
 """Record what the code of a class reads of the module it runs on."""
 
 import types
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -64,15 +65,24 @@ class Record:
             value = read(module, path)
             if isinstance(value, Tensor) or path[-1].startswith(_SIZES):
                 continue
-            if _is_number(value):
-                facts.append(Fact(path, "number", repr(float(value))))
-            elif isinstance(value, _PLAIN):
-                facts.append(Fact(path, "plain", value))
-            elif isinstance(value, nn.Module):
-                facts.append(Fact(path, "type", type(value)))
-            else:
-                facts.append(Fact(path, "object", value))
+            facts.append(_fact(path, value))
         return facts
+
+
+def _fact(path: tuple[str, ...], value: Any) -> Fact:
+    if _is_number(value):
+        return Fact(path, "number", repr(float(value)))
+    if isinstance(value, _PLAIN):
+        return Fact(path, "plain", value)
+    if isinstance(value, nn.Module):
+        return Fact(path, "type", type(value))
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+        return Fact(path, "function", value)
+    if isinstance(value, types.MethodType):
+        return Fact(path, "method", value.__func__)
+    if isinstance(value, partial):
+        return Fact(path, "partial", (value.func, value.args, tuple(value.keywords.items())))
+    return Fact(path, "object", value)
 
 
 def _is_number(value: object) -> bool:

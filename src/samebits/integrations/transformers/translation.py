@@ -16,8 +16,10 @@ transformers               samebits
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from samebits.activation import Activation
@@ -27,7 +29,7 @@ from samebits.weights import ExpertWeights, Layout, PostExpertNorm
 # carry it, state_dict leaves it out, and torch.compile can guard on it.
 ATTRIBUTE = "_samebits"
 
-FactKind = Literal["number", "plain", "type", "object"]
+FactKind = Literal["number", "plain", "type", "function", "method", "partial", "object"]
 
 
 class Fact(NamedTuple):
@@ -36,7 +38,8 @@ class Fact(NamedTuple):
     # Attribute names from the module on, for example ("act_fn", "up_softcap", "softcap").
     path: tuple[str, ...]
     # "number": any int or float; "plain": bool, str or None; "type": the type of a submodule;
-    # "object": identity of a function.
+    # "function", "method": its identity, which copies share; "partial": what it calls, and with
+    # what; "object": the identity of any other callable.
     kind: FactKind
     # The value; a number is spelled as text, because a compiled graph keeps text as a constant
     # while a Python float may turn into an input of the graph.
@@ -83,15 +86,33 @@ def holds(module: nn.Module, fact: Fact) -> bool:
         return isinstance(value, (int, float)) and value == float(fact.value)
     if fact.kind == "type":
         return type(value) is fact.value
-    if fact.kind == "object":
+    if fact.kind in ("function", "object"):
         return value is fact.value
+    if fact.kind == "method":
+        return getattr(value, "__func__", None) is fact.value
+    if fact.kind == "partial":
+        return _is_partial(value, *fact.value)
     # Without the type a True would pass for 1.
     return type(value) is type(fact.value) and value == fact.value
+
+
+def _is_partial(value: Any, function: Any, arguments: tuple[Any, ...], options: Any) -> bool:
+    if not isinstance(value, partial) or value.func is not function:
+        return False
+    # What the arguments are is not traced: swapping them alone, after attach(), is left to eager.
+    if torch.compiler.is_compiling():
+        return True
+    return value.args == arguments and tuple(value.keywords.items()) == options
 
 
 def is_current(module: nn.Module, translation: Translation) -> bool:
     """Return whether every fact of ``translation`` still describes ``module``."""
     return all(holds(module, fact) for fact in translation.facts)
+
+
+def changed(module: nn.Module, translation: Translation) -> str:
+    """Return the names of the facts of ``translation`` that no longer describe ``module``."""
+    return ", ".join(str(fact) for fact in translation.facts if not holds(module, fact))
 
 
 def weights_of(module: nn.Module, translation: Translation) -> ExpertWeights:

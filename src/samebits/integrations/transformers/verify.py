@@ -26,7 +26,6 @@ from samebits.integrations.transformers.reading import Reader, Record
 from samebits.integrations.transformers.translation import (
     Fact,
     Translation,
-    holds,
     is_current,
     read,
     weights_of,
@@ -84,15 +83,15 @@ def translate(module: nn.Module) -> Translation:
         if entry.functions == functions and is_current(module, entry.translation):
             return entry.translation
     # Verification must not see what the caller happens to run under.
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+    ):
         translation = _verify(module, flags)
     known.append(_Known(functions, translation))
     return translation
-
-
-def changed(module: nn.Module, translation: Translation) -> str:
-    """Return the names of the facts of ``translation`` that no longer describe ``module``."""
-    return ", ".join(str(fact) for fact in translation.facts if not holds(module, fact))
 
 
 def _flags(module: nn.Module) -> dict[str, bool]:
@@ -206,7 +205,7 @@ def _verify(module: nn.Module, flags: dict[str, bool]) -> Translation:
         record.numbers(but=("post_expert_norm",)),
         layout,
         gated=gated,
-        name="its _apply_gate" if gated else "its act_fn",
+        name=_gate_name(module, gated=gated),
     )
     facts = (*_flag_facts(module), *record.facts(module))
     norm = _norm(module) if normed else None
@@ -230,6 +229,12 @@ def _verify(module: nn.Module, flags: dict[str, bool]) -> Translation:
             f"the outputs or gradients differ by {distance:.1e}"
         )
     return replace(errors[distance], verified=f"own forward {distance:.1e}, gate {gate_error:.1e}")
+
+
+def _gate_name(module: nn.Module, *, gated: bool) -> str:
+    act = getattr(module, "act_fn", None)
+    kind = "" if act is None else f" ({getattr(act, '__name__', type(act).__name__)})"
+    return f"its _apply_gate{kind}" if gated else f"its act_fn{kind}"
 
 
 def _flag_facts(module: nn.Module) -> list[Fact]:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from samebits.checks.models.protocol import Evidence, Plain, Results, Run, Sizes, UnbuildableError
 from samebits.integrations.transformers import tiny
-from samebits.integrations.transformers.implementations import SAMEBITS, attach
+from samebits.integrations.transformers.implementations import EAGER, SAMEBITS
 from samebits.integrations.transformers.oracle import Float64Casts
 from samebits.integrations.transformers.plain_loop import plain_loop, projections
+from samebits.integrations.transformers.plugin import attach
 from samebits.integrations.transformers.stand_in import sonicmoe_runs_here, sonicmoe_stand_in
 from samebits.integrations.transformers.zoo import ExpertsClass
 from samebits.testing.numerics import relative_error
@@ -62,6 +63,7 @@ class TinyExperts:
         self._master = tiny.build(found, sizes)
         names = [n for n, p in self._master.named_parameters() if p.shape[0] == sizes.E]
         self._per_expert = frozenset(f"d_{name}" for name in names)
+        self._fits: bool | None = None
 
     @property
     def name(self) -> str:
@@ -147,7 +149,9 @@ class TinyExperts:
         scalars: Mapping[str, float] | None = None,
     ) -> Plain:
         """Run the contract's plain loop, or the class's own where the loop does not fit the class."""
-        fits = self._loop_fits(dtype)
+        if self._fits is None:
+            self._fits = self._loop_fits(dtype)
+        fits = self._fits
         wide = torch.float32 if dtype != torch.float64 and fits else dtype
         module = self._module(dtype, wide)
         _set(module, scalars or {})
@@ -160,7 +164,7 @@ class TinyExperts:
         """Return whether the plain loop in fp64 is the class's function."""
         module = self._module(dtype, torch.float64)
         inputs = _map(self._inputs(dtype, drop=False), torch.Tensor.double)
-        exact = self.oracle("eager", dtype)
+        exact = self.oracle(EAGER, dtype)
         with Float64Casts():
             loop = _forward_backward(module, plain_loop, inputs)
         return all(relative_error(loop[name], exact[name]) <= _AGREES for name in exact)

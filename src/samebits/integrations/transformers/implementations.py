@@ -1,16 +1,14 @@
 """The experts implementations that are registered in the installed transformers, and ours."""
 
 import dis
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
-from torch import nn
-from transformers.integrations import moe
 
-from samebits.errors import UnsupportedError
+from samebits.integrations.transformers import plugin
+from samebits.integrations.transformers.interface import load
 
-SAMEBITS = "samebits"
+SAMEBITS = plugin.NAME
 EAGER = "eager"
 
 # torch's own statements of a limitation; it raises RuntimeError for these as for everything else.
@@ -25,25 +23,9 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 
 def implementations() -> list[str]:
     """Return every registered implementation, the class's own loop (eager) first, ours last."""
-    register()
-    names = [name for name in moe.ALL_EXPERTS_FUNCTIONS if name != SAMEBITS]
-    ours = [SAMEBITS] if SAMEBITS in moe.ALL_EXPERTS_FUNCTIONS else []
-    return [EAGER, *names, *ours]
-
-
-def register() -> None:
-    """Enter our implementation into transformers' table."""
-    if find_spec("samebits.integrations.transformers.plugin") is not None:
-        from samebits.integrations.transformers import plugin  # noqa: PLC0415
-
-        plugin.register()
-
-
-def attach(module: nn.Module) -> None:
-    """Prepare ``module`` for our implementation; raises ``UnsupportedError`` where it is refused."""
-    from samebits.integrations.transformers import plugin  # noqa: PLC0415
-
-    plugin.attach(module)
+    plugin.register()
+    names = [name for name in load().moe.ALL_EXPERTS_FUNCTIONS if name != SAMEBITS]
+    return [EAGER, *names, SAMEBITS]
 
 
 def refuses(error: BaseException, implementation: str) -> bool:
@@ -53,7 +35,7 @@ def refuses(error: BaseException, implementation: str) -> bool:
     ``RuntimeError`` that a ``raise`` statement of the implementation's own module raised, or torch
     naming a limitation of its own.
     """
-    if isinstance(error, (NotImplementedError, UnsupportedError)):
+    if isinstance(error, NotImplementedError):
         return True
     if not isinstance(error, (ValueError, RuntimeError)):
         return False
@@ -61,9 +43,10 @@ def refuses(error: BaseException, implementation: str) -> bool:
 
 
 def _raised_by(error: BaseException, implementation: str) -> bool:
-    if implementation not in moe.ALL_EXPERTS_FUNCTIONS:
+    registered = load().moe.ALL_EXPERTS_FUNCTIONS
+    if implementation not in registered:
         return False
-    own_file = moe.ALL_EXPERTS_FUNCTIONS[implementation].__code__.co_filename
+    own_file = registered[implementation].__code__.co_filename
     last: TracebackType | None = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

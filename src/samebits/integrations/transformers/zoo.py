@@ -18,9 +18,9 @@ from types import CodeType, ModuleType
 
 import transformers.models
 from torch import nn
-from transformers.integrations import moe
 
-from samebits.errors import UnsupportedError, must
+from samebits.errors import UnsupportedError
+from samebits.integrations.transformers.interface import load
 
 _DECORATOR = "use_experts_implementation"
 # What importing a model's module raises where one of its optional packages is missing or too old.
@@ -52,9 +52,7 @@ def decorated_code() -> CodeType:
     Raises:
         UnsupportedError: This transformers decorates experts classes in another way.
     """
-    decorate = getattr(moe, _DECORATOR, None)
-    if decorate is None:
-        raise UnsupportedError(f"transformers.integrations.moe has no {_DECORATOR} here")
+    decorate = getattr(load().moe, _DECORATOR)
 
     class Probe(nn.Module):
         def forward(self) -> None:
@@ -68,9 +66,15 @@ def decorated_code() -> CodeType:
 
 
 def is_decorated(experts: type) -> bool:
-    """Return whether ``experts`` itself (not a parent) carries the decorator."""
+    """Return whether ``experts`` itself (not a parent) is dispatched by the experts interface.
+
+    The FP8 twin of the interface uses the same decorator; its class is not the model's own code.
+    """
     forward = experts.__dict__.get("forward")
-    return getattr(forward, "__code__", None) is decorated_code()
+    if getattr(forward, "__code__", None) is not decorated_code():
+        return False
+    interface = inspect.getclosurevars(forward).nonlocals.get("experts_interface")
+    return interface is None or interface is load().moe.ALL_EXPERTS_FUNCTIONS
 
 
 def discover() -> list[ExpertsClass | BrokenModule]:
@@ -110,14 +114,11 @@ def _model_modules() -> Iterator[str]:
 
 def _classes(module: ModuleType) -> list[type[nn.Module]]:
     # A module may have replaced itself in sys.modules by any object.
-    if not inspect.ismodule(module):
+    if not issubclass(type(module), ModuleType):
         return []
-    values = list(vars(module).values())
-    return [
-        value
-        for value in values
-        if inspect.isclass(value) and value.__module__ == module.__name__ and is_decorated(value)
-    ]
+    # type() asks no value for its __class__: some answer with a deprecation warning.
+    classes = [value for value in list(vars(module).values()) if issubclass(type(value), type)]
+    return [c for c in classes if c.__module__ == module.__name__ and is_decorated(c)]
 
 
 def _model_name(module: ModuleType) -> str:
@@ -125,30 +126,3 @@ def _model_name(module: ModuleType) -> str:
     if parts[:2] == ["transformers", "models"] and len(parts) > 3:
         return parts[-2]
     return parts[-1].removeprefix("modeling_")
-
-
-def find(name: str) -> ExpertsClass:
-    """Return the class that ``name`` names: ``<model>.<Class>``, or any unique end or start of it.
-
-    Raises:
-        ValueError: No class, or more than one, has this name.
-    """
-    classes = {c.name: c for c in discover() if isinstance(c, ExpertsClass)}
-    names = match_name(name, list(classes))
-    return classes[names]
-
-
-def match_name(name: str, names: list[str]) -> str:
-    """Return the one of ``names`` that ``name`` means: itself, its model or its class.
-
-    Raises:
-        ValueError: None, or more than one, fits; the message lists what is near.
-    """
-    if name in names:
-        return name
-    fits = [n for n in names if name in (n.rpartition(".")[0], n.rpartition(".")[2])]
-    if len(fits) == 1:
-        return fits[0]
-    near = fits or [n for n in names if name.lower() in n.lower()] or names[:5]
-    rule = f"name one experts class, for example {', '.join(near[:5])}"
-    raise ValueError(must("model", rule, repr(name)))

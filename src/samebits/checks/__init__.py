@@ -1,0 +1,1 @@
+"""Checks: functions that return verdicts, for the command line, tests and reports alike."""

@@ -1,0 +1,1 @@
+"""`samebits check models`: which experts implementations compute what the model says."""

@@ -1,0 +1,166 @@
+"""Show findings to people: progress, a table, the failures, and a paste-ready report."""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
+from typing import NamedTuple, TypeVar
+
+from samebits.checks.models.finding import Finding, Verdict, worst
+
+_ITEM = TypeVar("_ITEM")
+_MOST_FAILURES = 40
+
+
+class Cell(NamedTuple):
+    """What one implementation does with one model, over every case and dtype."""
+
+    verdict: Verdict
+    text: str
+
+
+def cell(findings: Sequence[Finding]) -> Cell:
+    """Return the verdict over all cases: fail if any fails, else pass if any passes, else not_run.
+
+    Args:
+        findings: Every finding of one model and implementation; at least one.
+    """
+    verdicts = {finding.verdict for finding in findings}
+    if "fail" in verdicts:
+        bad = worst(findings)
+        size = "error" if bad.measured is None else f"{bad.measured:.1e}"
+        return Cell("fail", f"WRONG {size}")
+    if "pass" in verdicts:
+        refused = {f.case for f in findings if f.verdict == "unsupported"}
+        whole = {f.case for f in findings if f.verdict == "pass"}
+        return Cell("pass", "ok" if refused <= whole else "ok, refuses " + "+".join(sorted(refused - whole)))
+    if "not_run" in verdicts:
+        return Cell("not_run", "not run")
+    return Cell("unsupported", "refused")
+
+
+def table(findings: Iterable[Finding]) -> str:
+    """Return one column per implementation, one line per model; models that are alike share a line.
+
+    Determinism: in order of first appearance.
+    """
+    groups: dict[str, dict[str, list[Finding]]] = {}
+    for finding in findings:
+        groups.setdefault(finding.model, {}).setdefault(finding.implementation, []).append(finding)
+    columns = list(dict.fromkeys(name for row in groups.values() for name in row))
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for model, row in groups.items():
+        cells = tuple(cell(row[c]).text if c in row else "" for c in columns)
+        alike.setdefault(cells, []).append(model)
+    lines = [("model", *columns)]
+    lines += [(_together(models), *cells) for cells, models in alike.items()]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _together(models: Sequence[str]) -> str:
+    return models[0] if len(models) == 1 else f"{models[0]} and {len(models) - 1} more like it"
+
+
+def failures(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the worst failure of each model and implementation."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        if finding.verdict == "fail":
+            groups.setdefault((finding.model, finding.implementation), []).append(finding)
+    return [worst(group) for group in groups.values()]
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """Return the table, each failure in a sentence, and the counts of verdicts."""
+    bad = failures(findings)
+    parts = [table(findings)]
+    if bad:
+        shown = [f"  {sentence(f)}" for f in bad[:_MOST_FAILURES]]
+        if len(bad) > len(shown):
+            shown.append(f"  … and {len(bad) - len(shown)} more (--json lists all)")
+        parts.append("\n".join(["wrong:", *shown]))
+    parts += _refusals(findings)
+    counts = {verdict: 0 for verdict in ("pass", "fail", "unsupported", "not_run")}
+    for finding in findings:
+        counts[finding.verdict] += 1
+    parts.append(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    return "\n\n".join(parts)
+
+
+def _refusals(findings: Sequence[Finding]) -> list[str]:
+    """Return the reasons of what was refused or could not run, each with how often it was given."""
+    reasons: dict[tuple[str, str, str], set[str]] = {}
+    for finding in findings:
+        if finding.measured is None and finding.verdict in ("unsupported", "not_run"):
+            key = (finding.verdict, finding.implementation, finding.note)
+            reasons.setdefault(key, set()).add(finding.model)
+    lines = []
+    for (verdict, implementation, note), models in sorted(reasons.items()):
+        where = next(iter(models)) if len(models) == 1 else f"{len(models)} models"
+        lines.append(f"  {verdict} · {implementation} · {where}: {note}")
+    return ["\n".join(["reasons:", *lines])] if lines else []
+
+
+def sentence(finding: Finding) -> str:
+    """Return what is wrong, in one line."""
+    where = f"{finding.model} · {finding.implementation} · {finding.dtype} · {finding.case}"
+    if finding.measured is None or finding.allowed is None:
+        return f"{where}: {finding.note}"
+    by_arguments = " (by its arguments)" if finding.evidence == "arguments" else ""
+    row = "" if finding.worst_row is None else f", worst row {finding.worst_row}"
+    return (
+        f"{where}: {finding.quantity} off by {finding.measured:.1e}, "
+        f"allowed {finding.allowed:.1e}{row}{by_arguments}"
+    )
+
+
+def issue_text(findings: Sequence[Finding]) -> str:
+    """Return a report of every failure that can be pasted into an issue; "" where nothing failed."""
+    bad = failures(findings)
+    if not bad:
+        return ""
+    versions = ", ".join(f"{name} {value}" for name, value in bad[0].versions.items())
+    pairs = ", ".join(sorted({f"`{f.implementation}`" for f in bad}))
+    lines = [
+        f"### Experts implementations compute another function than the model: {pairs}",
+        "",
+        f"Versions: {versions}.",
+        "",
+        "Error is the root mean square of the difference divided by the largest exact value; exact is "
+        "the class's own code run in fp64. Allowed is twice the error of a plain loop in the same "
+        "dtype, plus two roundings.",
+        "",
+        "| model | implementation | dtype | case | quantity | error | allowed | evidence |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for f in bad:
+        error, allowed = (f"{v:.1e}" if v is not None else "—" for v in (f.measured, f.allowed))
+        quantity = f.quantity if f.measured is not None else f.note.replace("|", "\\|")
+        lines.append(
+            f"| {f.model} | {f.implementation} | {f.dtype} | {f.case} | {quantity} | {error} "
+            f"| {allowed} | {f.evidence or 'none'} |"
+        )
+    names = " ".join(f"--model {name}" for name in dict.fromkeys(f.model for f in bad))
+    chosen = " ".join(f"--implementation {n}" for n in dict.fromkeys(f.implementation for f in bad))
+    lines += ["", "To see it again:", "", "```", f"samebits check models {names} {chosen}", "```"]
+    if any(f.evidence == "arguments" for f in bad):
+        lines += [
+            "",
+            "Evidence `arguments`: the kernel cannot run on this machine; a torch function computed "
+            "what the arguments that the adapter passes to it ask for.",
+        ]
+    return "\n".join(lines)
+
+
+def tracked(items: Sequence[_ITEM], what: str) -> Iterator[_ITEM]:
+    """Yield ``items`` behind a progress bar on stderr, where rich is installed and it is a terminal."""
+    if find_spec("rich") is None or not sys.stderr.isatty():
+        yield from items
+        return
+    from rich.console import Console  # noqa: PLC0415 - only presentation needs it
+    from rich.progress import track  # noqa: PLC0415
+
+    yield from track(items, description=what, console=Console(stderr=True), transient=True)

@@ -6,12 +6,12 @@ without an objection. Backends never import one another. A backend with gradient
 
 from types import ModuleType
 
-from samebits.backends import grouped, reference
+from samebits.backends import fused, grouped, reference
 from samebits.errors import UnsupportedError, unknown
 from samebits.problem import Problem
 
 # In the order in which "auto" asks them.
-BACKENDS: dict[str, ModuleType] = {module.NAME: module for module in (grouped, reference)}
+BACKENDS: dict[str, ModuleType] = {module.NAME: module for module in (fused, grouped, reference)}
 
 
 def check_name(backend: str) -> None:

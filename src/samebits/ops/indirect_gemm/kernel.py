@@ -22,7 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from samebits.activation import Activation
 from samebits.ops.activation.tiles import TileOptions, act_tile, glu_tile
-from samebits.ops.indirect_gemm.tuning import Config, Tiles
+from samebits.ops.indirect_gemm.tuning import Config
+from samebits.ops.permute.tuning import Tiles
 from samebits.weights import ExpertWeights
 
 
@@ -147,8 +148,8 @@ def _first_projection_kernel(
     x_ptr, stride_xt, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
     h_ptr, z_ptr,
     slots_ptr, tile_expert_ptr, tile_row_ptr, tile_end_ptr, tiles_ptr,
-    H, F, values,
-    TOPK: tl.constexpr, GATHER: tl.constexpr,
+    H, F, topk, values,
+    GATHER: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
     INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
@@ -171,7 +172,7 @@ def _first_projection_kernel(
         rows = tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_R)
         live = rows < tl.load(tile_end_ptr + tile)
         slots = tl.load(slots_ptr + rows, mask=live, other=0)
-        source = slots // TOPK if GATHER else tl.where(live, rows, 0)
+        source = slots // topk if GATHER else tl.where(live, rows, 0)
         a_ptrs = x_ptr + (source.to(tl.int64) * stride_xt)[:, None]
 
         acc = _contract(
@@ -312,6 +313,8 @@ def launch_first_projection(
     rows, hidden, columns = slots.shape[0], w.shape[2], weights.down.shape[2]
     h = x.new_empty(rows, columns)
     z = x.new_empty(rows, w.shape[1]) if save else None
+    if rows == 0:
+        return h, z
     interleave = layout.interleave or 0
     block_f = config.block_n // activation.columns
     paired = activation.gated and (interleave == 0 or block_f % interleave != 0)
@@ -322,8 +325,8 @@ def launch_first_projection(
         x, x.stride(0), source, *strides, weights.gate_up_bias, probs,
         h, z,
         slots, tiles.expert, tiles.row, tiles.end, tiles.count,
-        hidden, columns, tile.scalars,
-        TOPK=topk, GATHER=gather, **tile.flags, INTERLEAVE=interleave, UP_FIRST=layout.up_first,
+        hidden, columns, topk, tile.scalars,
+        GATHER=gather, **tile.flags, INTERLEAVE=interleave, UP_FIRST=layout.up_first,
         TMA=tma, TRANSPOSED=w.stride(2) != 1, SWAP=config.swap, K_TAIL=hidden % config.block_k != 0,
         GROUP=config.group, BLOCK_R=config.block_r, BLOCK_F=block_f, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
@@ -349,6 +352,8 @@ def launch_second_projection(
     rows, columns = h.shape
     hidden = w.shape[1]
     y = h.new_empty(rows, hidden)
+    if rows == 0:
+        return y
     source, tma = _weights(w, False, False, config)
     operand: Any = h
     h_tma = tma and not config.swap and columns % (16 // h.element_size()) == 0

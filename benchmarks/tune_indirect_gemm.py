@@ -1,0 +1,264 @@
+"""Time every candidate tile of the two projections, check that all give the same bits, write JSON.
+
+    python benchmarks/tune_indirect_gemm.py --out results.json [--shapes qwen3-30b,mixtral] [--tokens 1,16,4096]
+
+A candidate enters the tuning table only from here: where it is fastest and has the bits of the
+others. Weights of different experts are read in turn, so that few-token times are not cache hits.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import triton
+
+from samebits.activation import Activation
+from samebits.ops.indirect_gemm.kernel import launch_first_projection, launch_second_projection
+from samebits.ops.indirect_gemm.tuning import Config
+from samebits.ops.permute.reference import tiles
+from samebits.routing import Permutation
+from samebits.testing.cases import MODELS
+from samebits.weights import ExpertWeights
+
+ACTIVATION = Activation()
+
+
+def row_configs(block_n_most):
+    for block_r, block_n, block_k, warps, stages in [
+        (128, 256, 64, 8, 3),
+        (128, 256, 64, 8, 4),
+        (128, 128, 64, 4, 4),
+        (128, 128, 64, 8, 4),
+        (64, 256, 64, 4, 3),
+        (64, 256, 64, 8, 4),
+        (64, 128, 64, 4, 4),
+        (64, 128, 128, 4, 3),
+    ]:
+        if block_n <= block_n_most:
+            yield Config(
+                block_r=block_r, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages,
+                programs=132 * (1 if block_r * block_n >= 128 * 256 else 2),
+            )  # fmt: skip
+
+
+def swap_configs(block_rs):
+    for block_r in block_rs:
+        for block_n, block_k, warps, stages in [
+            (64, 128, 4, 4),
+            (64, 256, 4, 3),
+            (64, 64, 4, 6),
+            (128, 64, 4, 4),
+            (128, 64, 8, 4),
+            (128, 128, 4, 3),
+            (128, 128, 8, 4),
+        ]:
+            yield Config(
+                block_r=block_r, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages,
+                swap=True, group=1, programs=1 << 20,
+            )  # fmt: skip
+
+
+def small_grid_configs():
+    # Weights as the second operand in 16- and 32-row tiles: mma.sync, many programs.
+    for block_n, block_k, stages in [(32, 128, 5), (32, 256, 4), (64, 128, 5)]:
+        yield Config(
+            block_r=16, block_n=block_n, block_k=block_k, num_warps=4, num_stages=stages,
+            group=1, programs=1 << 20,
+        )  # fmt: skip
+
+
+def candidates(rows_per_expert):
+    found = []
+    if rows_per_expert <= 16:
+        found += [*swap_configs([16]), *small_grid_configs()]
+    elif rows_per_expert <= 48:
+        found += [*swap_configs([16, 32, 64])]
+    elif rows_per_expert <= 160:
+        found += [*swap_configs([64]), *row_configs(256)]
+    else:
+        found += [*row_configs(256)]
+    return found
+
+
+class Case:
+    def __init__(self, problem, tokens, weights, sets):
+        self.problem, self.tokens, self.weights = problem, tokens, weights
+        generator = torch.Generator(device="cuda").manual_seed(tokens)
+        self.sets = []
+        for _ in range(sets):
+            ids = torch.rand(tokens, problem.E, device="cuda", generator=generator).topk(problem.K).indices
+            permutation = Permutation.of(ids, problem.E)
+            x = torch.randn(tokens, problem.H, device="cuda", generator=generator).bfloat16()
+            self.sets.append((x, permutation.slots.int(), permutation.offsets.int()))
+        self.tables = {}
+        offsets = self.sets[0][2]
+        self.touched = int((offsets.diff() > 0).sum())
+
+    def tiles(self, which, block_r):
+        key = which, block_r
+        if key not in self.tables:
+            _, slots, offsets = self.sets[which]
+            self.tables[key] = tiles(offsets, slots.numel(), block_r)
+        return self.tables[key]
+
+    def first(self, which, config):
+        x, slots, _ = self.sets[which]
+        return launch_first_projection(
+            x, slots, self.tiles(which, config.block_r), self.weights, ACTIVATION, None, config,
+            topk=self.problem.K, gather=True, save=False,
+        )[0]  # fmt: skip
+
+    def second(self, which, config, h):
+        _, slots, _ = self.sets[which]
+        return launch_second_projection(
+            h[which], slots, self.tiles(which, config.block_r), self.weights, None, config
+        )
+
+
+def timed(function, sets, repeats):
+    """Return the median ms of one call, over graph replays that rotate through the sets."""
+    for which in range(sets):
+        function(which)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for which in range(sets):
+                function(which)
+    graph.replay()
+    times = []
+    for _ in range(5):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / (repeats * sets))
+    return statistics.median(times)
+
+
+def measure(name, tokens, weights, stage_only=None):
+    problem = MODELS[name]
+    sets = 4 if tokens <= 1024 else 1
+    case = Case(problem, tokens, weights, sets)
+    rows = tokens * problem.K
+    found = candidates(rows / problem.E)
+    reference_h = [case.first(w, found[0]) for w in range(sets)]
+    live = int(case.sets[0][2][-1])
+    reference_y = case.second(0, found[0], reference_h)
+    results = []
+    for stage in ("first", "second"):
+        rows_of_weights = 2 * problem.F if stage == "first" else problem.F
+        flop = 2 * rows * problem.H * rows_of_weights
+        byte = 2 * case.touched * problem.H * rows_of_weights
+        for config in found:
+            repeats = max(1, int(2e12 / max(flop, byte * 150)) // sets)
+            repeats = min(repeats, 50)
+            try:
+                if stage == "first":
+                    value, expected = case.first(0, config), reference_h[0]
+                    run = lambda w, config=config: case.first(w, config)  # noqa: E731
+                else:
+                    value, expected = case.second(0, config, reference_h), reference_y
+                    run = lambda w, config=config: case.second(w, config, reference_h)  # noqa: E731
+                same = bool(torch.equal(value[:live], expected[:live]))
+                ms = timed(run, sets, repeats)
+            except (triton.runtime.errors.OutOfResources, RuntimeError) as error:
+                results.append({"shape": name, "T": tokens, "stage": stage, "config": repr(config), "error": str(error)[:120]})
+                if "illegal" in str(error) or "CUDA error" in str(error):
+                    raise
+                continue
+            results.append({
+                "shape": name, "T": tokens, "stage": stage, "config": repr(config), "ms": ms,
+                "tflops": flop / ms / 1e9, "tbs": byte / ms / 1e9, "same_bits": same,
+            })  # fmt: skip
+    return results
+
+
+def weights_of(problem):
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def draw(*shape, scale):
+        out = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+        for part in out:
+            part.copy_(torch.randn(part.shape, device="cuda", generator=generator) * scale)
+        return out
+
+    return ExpertWeights(
+        gate_up=draw(problem.E, 2 * problem.F, problem.H, scale=problem.H**-0.5),
+        down=draw(problem.E, problem.H, problem.F, scale=problem.F**-0.5),
+    )
+
+
+def compile_share(index, count):
+    problem = MODELS["qwen3-30b"]
+    small = ExpertWeights(
+        gate_up=torch.zeros(2, 512, 512, device="cuda", dtype=torch.bfloat16),
+        down=torch.zeros(2, 512, 256, device="cuda", dtype=torch.bfloat16),
+    )
+    every = list(dict.fromkeys(c for n in (1, 40, 100, 1000) for c in candidates(n)))
+    x = torch.zeros(4, 512, device="cuda", dtype=torch.bfloat16)
+    permutation = Permutation.of(torch.zeros(4, 2, dtype=torch.int64, device="cuda"), 2)
+    for config in every[index::count]:
+        table = tiles(permutation.offsets, 8, config.block_r)
+        slots = permutation.slots.int()
+        try:
+            h, _ = launch_first_projection(
+                x, slots, table, small, ACTIVATION, None, config, topk=problem.K, gather=True, save=False
+            )
+            launch_second_projection(h, slots, table, small, None, config)
+        except triton.runtime.errors.OutOfResources:
+            continue
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="tune.json")
+    parser.add_argument("--shapes", default=",".join(MODELS))
+    parser.add_argument("--tokens", default="1,16,64,256,1024,4096,16384")
+    parser.add_argument("--compile-share", nargs=2, type=int)
+    parser.add_argument("--seconds", type=float, default=450)
+    args = parser.parse_args()
+    if args.compile_share:
+        compile_share(*args.compile_share)
+        return
+    start = time.time()
+    processes = min(12, os.cpu_count() or 1)
+    workers = [
+        subprocess.Popen([sys.executable, __file__, "--compile-share", str(i), str(processes)])
+        for i in range(processes)
+    ]
+    codes = [worker.wait() for worker in workers]
+    print("compiled in", round(time.time() - start), "s", codes, flush=True)
+    results = []
+    for name in args.shapes.split(","):
+        weights = weights_of(MODELS[name])
+        for tokens in map(int, args.tokens.split(",")):
+            if time.time() - start > args.seconds:
+                print("out of time before", name, tokens)
+                break
+            rows = measure(name, tokens, weights)
+            results += rows
+            for stage in ("first", "second"):
+                good = sorted((r for r in rows if r["stage"] == stage and "ms" in r), key=lambda r: r["ms"])
+                bad = [r["config"] for r in good if not r["same_bits"]]
+                best = good[0]
+                print(
+                    f"{name:13} T={tokens:<6}{stage:7}{best['ms']:8.4f} ms {best['tflops']:5.0f} TF {best['tbs']:5.2f} TB/s  "
+                    f"{best['config'][7:-1]}" + (f"  OTHER BITS {len(bad)}: {bad[:2]}" if bad else ""),
+                    flush=True,
+                )
+            Path(args.out).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "rows": results}))
+        del weights
+        torch.cuda.empty_cache()
+    print("total", round(time.time() - start), "s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Triton on a GPU: metadata, first projection with the activation in its epilogue, second, combine.
+
+Four launches (five for many tokens) and no host sync; every shape is a function of T, so a call can
+be captured in a CUDA graph. Tiles follow T, bits do not: every tile of the table computes the same.
+"""
+
+import torch
+from torch import Tensor
+
+from samebits.backends.call import Call
+from samebits.problem import DTYPES, ProbPlacement, Problem
+from samebits.weights import ExpertWeights, PostExpertNorm
+
+NAME = "fused"
+
+
+def why_not(problem: Problem) -> str | None:
+    """Return why this backend cannot run ``problem``, or None.
+
+    Determinism: pure function of the problem.
+    """
+    if not problem.device.startswith("sm_"):
+        return f"it needs an NVIDIA GPU, not {problem.device}"
+    if int(problem.device.removeprefix("sm_")) < 80:
+        return f"its kernels need sm_80 or newer, not {problem.device}"
+    if problem.dtype == "fp64":
+        return "its kernels compute bf16, fp16 and fp32"
+    if problem.norm_eps is not None:
+        return "it has no post-expert norm"
+    if problem.grad:
+        return "it has no backward yet"
+    return None
+
+
+def notes(problem: Problem) -> str | None:
+    """Return None: all promises of the contract hold."""
+    return None
+
+
+def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor]:
+    """Return ``(out, z)``; see ``samebits.experts``. ``z`` is (R, 2F or F) by row, if ``save``.
+
+    Determinism: repeatable; each row independent of T and of the other rows.
+    """
+    # Imported here: naming the backend must not need Triton.
+    from samebits.ops.indirect_gemm.kernel import (
+        launch_first_projection,
+        launch_second_projection,
+    )
+    from samebits.ops.indirect_gemm.tuning import heuristic
+    from samebits.ops.permute.kernel import launch_combine, launch_metadata, launch_permute
+
+    topk, total = problem.K, call.topk_ids.numel()
+    first, second = heuristic(max(total, 1), problem.E)
+    if problem.dtype == "fp32":
+        first, second = (config.for_fp32() for config in (first, second))
+    block_r = first.block_r
+    second = second.with_rows(block_r)
+    metadata = launch_metadata(
+        call.topk_ids,
+        problem.E,
+        block_r,
+        expert_start=problem.expert_start,
+        num_valid_tokens=call.num_valid_tokens,
+    )
+    weights = ExpertWeights(
+        gate_up=call.gate_up,
+        down=call.down,
+        gate_up_bias=call.gate_up_bias,
+        down_bias=call.down_bias,
+        layout=problem.layout,
+        norm=None if problem.norm_eps is None else PostExpertNorm(eps=problem.norm_eps),
+        norm_scale=call.norm_scale,
+    )
+    probs = call.topk_probs.contiguous()
+    placed = {p: probs if p == problem.placement else None for p in ProbPlacement}
+    x, gather = call.x, True
+    if problem.placement == ProbPlacement.FC1_INPUT:
+        x = launch_permute(call.x, metadata.inverse, topk, probs)
+        gather = False
+    h, z = launch_first_projection(
+        x,
+        metadata.slots,
+        metadata.tiles,
+        weights,
+        problem.activation,
+        placed[ProbPlacement.FC2_INPUT],
+        first,
+        topk=topk,
+        gather=gather,
+        save=save,
+    )
+    y = launch_second_projection(
+        h,
+        metadata.slots,
+        metadata.tiles,
+        weights,
+        placed[ProbPlacement.FC2_INPUT],
+        second,
+    )
+    out = launch_combine(
+        y, metadata.inverse, topk, placed[ProbPlacement.FC2_OUTPUT], DTYPES[problem.result_dtype]
+    )
+    return out, call.x.new_empty(0, call.gate_up.shape[1]) if z is None else z

@@ -1,0 +1,72 @@
+"""The projection kernels in the interpreter: every layout, storage, tile and operand order."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from samebits.ops.indirect_gemm.kernel import launch_first_projection, launch_second_projection
+from samebits.ops.indirect_gemm.reference import first_projection, second_projection
+from samebits.ops.indirect_gemm.tuning import Config
+from samebits.ops.permute.reference import tiles
+from samebits.routing import Permutation
+from samebits.testing.cases import CASES
+from samebits.testing.inputs import make_inputs
+from samebits.testing.numerics import assert_within_budget
+
+pytestmark = [
+    pytest.mark.interpret,
+    # Rows past the last expert's hold whatever memory held; they are multiplied, never stored.
+    pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),
+]
+
+NAMES = (
+    "gpt-oss-whole",
+    "interleave-16",
+    "interleave-1-up-first",
+    "odd-sizes",
+    "tiny-sizes",
+    "relu2",
+    "situ",
+)
+CONFIGS = {
+    "swapped": Config(block_r=16, block_n=32, block_k=32, num_warps=4, num_stages=2, swap=True, programs=3),
+    "rows": Config(block_r=16, block_n=64, block_k=16, num_warps=4, num_stages=2, programs=2),
+    "pointers": Config(block_r=16, block_n=32, block_k=16, num_warps=4, num_stages=2, tma=False, programs=5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("orientation", ["out_in", "in_out"])
+@pytest.mark.parametrize("name", NAMES)
+def test_projections_equal_the_reference(name: str, orientation: str, config: Config) -> None:
+    problem = replace(CASES[name], grad=False)
+    inputs = make_inputs(problem, 9, distribution="dropped")
+    weights = inputs.weights.to_storage(orientation)
+    permutation = Permutation.of(inputs.routing.topk_ids, problem.E)
+    slots, table = permutation.slots.int(), tiles(permutation.offsets.int(), 9 * problem.K, 16)
+    probs = inputs.routing.topk_probs
+    live = int(permutation.offsets[-1])
+
+    h, z = launch_first_projection(
+        inputs.x, slots, table, weights, problem.activation, probs, config,
+        topk=problem.K, gather=True, save=True,
+    )  # fmt: skip
+    y = launch_second_projection(h, slots, table, weights, probs, config)
+
+    assert z is not None
+    wide = inputs.map(torch.Tensor.double)
+    for value, plain, exact in zip(
+        (h[:live], z[:live], y[:live]),
+        _reference(inputs, permutation, problem),
+        _reference(wide, permutation, problem),
+        strict=True,
+    ):
+        assert_within_budget(value, plain, exact, torch.float32)
+
+
+def _reference(inputs, permutation, problem):
+    h, z = first_projection(
+        inputs.x, permutation, problem.K, inputs.weights, problem.activation, inputs.routing.topk_probs
+    )
+    return h, z, second_projection(h, permutation, inputs.weights, inputs.routing.topk_probs)

@@ -17,9 +17,15 @@ from torch import Tensor
 
 from samebits.activation import Activation
 from samebits.errors import UnsupportedError, must
-from samebits.ops.activation import Operands, Wanted, validate
-from samebits.ops.activation.contract import Backward, Storage, backward, run, wide_dtype
-from samebits.weights import Layout
+from samebits.ops.activation import HALVES, SWIGLU, Operands, Wanted, validate
+from samebits.ops.activation.contract import (
+    PLAIN_STORAGE,
+    Backward,
+    Storage,
+    backward,
+    run,
+    wide_dtype,
+)
 
 __all__ = [
     "bias_clamped_swiglu",
@@ -42,7 +48,6 @@ __all__ = [
 
 Scalar = float | Tensor
 
-_HALVES = Layout()
 _QUICK_ALPHA = 1.702
 
 
@@ -53,7 +58,7 @@ class _Option(NamedTuple):
     scalars: Tensor | None = None
 
 
-_PLAIN = _Option(Activation())
+_PLAIN = _Option(SWIGLU)
 _RELU2 = _Option(Activation(kind="relu2", gated=False))
 
 
@@ -90,7 +95,7 @@ def _option(
 ) -> _Option:
     tensors = isinstance(clamp_value, Tensor) or isinstance(linear_offset, Tensor)
     if not tensors and not torch.compiler.is_compiling():
-        return _of_numbers(alpha, clamp_value, linear_offset)  # type: ignore[arg-type]
+        return _of_numbers(alpha, clamp_value, linear_offset)
     limited = clamp_value is not None
     # An offset of 0 is exact, so an unknown one needs no case of its own.
     shifted = alpha == _QUICK_ALPHA
@@ -125,10 +130,8 @@ def _operands(y: Tensor, option: _Option, bias: Tensor | None, weights: Tensor |
         wide = wide_dtype(y.dtype)
         y, bias = (y.to(wide) + bias.to(wide)).to(y.dtype), None
     probs = _row_weights(y, weights)
-    operands = Operands(
-        y.reshape(-1, y.shape[-1]), bias, row_probs=probs, scalars=option.scalars
-    )
-    validate(operands, option.activation, _HALVES)
+    operands = Operands(y.reshape(-1, y.shape[-1]), bias, row_probs=probs, scalars=option.scalars)
+    validate(operands, option.activation, HALVES)
     return operands
 
 
@@ -137,10 +140,10 @@ def _apply(
     option: _Option,
     bias: Tensor | None = None,
     weights: Tensor | None = None,
-    storage: Storage = Storage(),
+    storage: Storage = PLAIN_STORAGE,
 ) -> Tensor:
     operands = _operands(y, option, bias, weights)
-    h = run(operands, option.activation.key, _HALVES.key, storage)
+    h = run(operands, option.activation.key, HALVES.key, storage)
     return h.reshape(*y.shape[:-1], h.shape[-1])
 
 
@@ -160,12 +163,10 @@ def _back(
         raise TypeError(must("g", f"be {y.dtype} (as y) or fp32", g.dtype))
     wanted = Wanted(dp=weights is not None)
     key = option.activation.key
-    return backward(g.reshape(-1, columns), operands, key, _HALVES.key, wanted)
+    return backward(g.reshape(-1, columns), operands, key, HALVES.key, wanted)
 
 
-def _weighted_back(
-    g: Tensor, y: Tensor, weights: Tensor, option: _Option
-) -> tuple[Tensor, Tensor]:
+def _weighted_back(g: Tensor, y: Tensor, weights: Tensor, option: _Option) -> tuple[Tensor, Tensor]:
     result = _back(g, y, option, weights=weights)
     assert result.dp is not None
     dp = result.dp.to(weights.dtype)

@@ -12,6 +12,9 @@ from samebits.weights import Layout
 
 __all__ = ["Backward", "Operands", "Wanted", "activate", "activate_backward", "validate"]
 
+SWIGLU = Activation()
+HALVES = Layout()
+NOTHING = Wanted()
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -38,11 +41,13 @@ def validate(operands: Operands, activation: Activation, layout: Layout) -> None
     if z.dtype == torch.float64 and z.device.type != "cpu":
         raise UnsupportedError(f"the activation kernels have no fp64; z is fp64 on {z.device}")
     shape = _Shape(z.shape[0], z.shape[1])
+    if shape.width == 0:
+        raise ValueError(must("z", "have at least one column", tuple(z.shape)))
     if activation.gated:
         if shape.width % 2:
             raise ValueError(must("z", "have an even number of columns, 2F", shape.width))
         layout.block(shape.width // 2)
-    elif layout != Layout():
+    elif layout != HALVES:
         raise ValueError(must("layout", "be halves for an activation without a gate", layout.key))
     _validate_bias(operands, shape)
     _validate_rows(operands, shape)
@@ -92,8 +97,8 @@ def _validate_rows(operands: Operands, shape: _Shape) -> None:
 
 def activate(
     z: Tensor,
-    activation: Activation = Activation(),
-    layout: Layout = Layout(),
+    activation: Activation = SWIGLU,
+    layout: Layout = HALVES,
     *,
     bias: Tensor | None = None,
     offsets: Tensor | None = None,
@@ -135,9 +140,9 @@ def activate(
 def activate_backward(
     dh: Tensor,
     operands: Operands,
-    activation: Activation = Activation(),
-    layout: Layout = Layout(),
-    wanted: Wanted = Wanted(),
+    activation: Activation = SWIGLU,
+    layout: Layout = HALVES,
+    wanted: Wanted = NOTHING,
 ) -> Backward:
     """Return the gradients of ``activate`` for ``dh``, recomputing what it needs from ``z``.
 

@@ -4,13 +4,14 @@ Options enter as the keys of Activation and Layout; a limit or an offset that mu
 (``samebits.functional`` inside a compiled function) enters as ``scalars``. No Python float does.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from samebits.activation import Activation
+from samebits.errors import UnsupportedError
 from samebits.weights import Layout
 
 
@@ -94,10 +95,11 @@ def _forward_cuda(*arguments: Any) -> Tensor:
     return kernel.launch_activation_forward(*_unpack(arguments))
 
 
-@torch.library.register_fake("samebits::activation_forward")
+@torch.library.register_fake("samebits::activation_forward")  # type: ignore[untyped-decorator]
 def _forward_fake(*arguments: Any) -> Tensor:
     z, activation = arguments[0], Activation.parse(arguments[6])
-    return z.new_empty(z.shape[0], z.shape[1] // activation.columns)
+    h: Tensor = z.new_empty(z.shape[0], z.shape[1] // activation.columns)
+    return h
 
 
 def _pack(result: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -127,7 +129,7 @@ def _backward_cuda(dh: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor,
     return _pack(result)
 
 
-@torch.library.register_fake("samebits::activation_backward")
+@torch.library.register_fake("samebits::activation_backward")  # type: ignore[untyped-decorator]
 def _backward_fake(dh: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     operands, wanted = Operands(*arguments[:6]), Wanted(*arguments[8:])
     z, bias = operands.z, operands.bias
@@ -167,6 +169,9 @@ class Storage(NamedTuple):
     offload: bool = False
 
 
+PLAIN_STORAGE = Storage()
+
+
 class _Activate(torch.autograd.Function):
     """Tie the two operators together; saves the inputs, nothing else."""
 
@@ -187,8 +192,10 @@ class _Activate(torch.autograd.Function):
         return torch.ops.samebits.activation_forward(*operands, activation, layout)  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+        # Grad mode is on here only for create_graph: the terms of z would be lost without a word.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise UnsupportedError("the activation is differentiable once, not twice")
         activation, layout, dtype = ctx.options
         kept, *rest = ctx.saved_tensors
         operands = Operands(kept.to(dtype), *rest)
@@ -202,7 +209,7 @@ class _Activate(torch.autograd.Function):
 
 
 def run(
-    operands: Operands, activation: str, layout: str, storage: Storage = Storage()
+    operands: Operands, activation: str, layout: str, storage: Storage = PLAIN_STORAGE
 ) -> Tensor:
     """Return ``h`` through the operator; differentiable once. Arguments are validated already.
 
@@ -210,6 +217,6 @@ def run(
     """
     differentiable = (operands.z, operands.bias, operands.row_probs)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
-        out: Tensor = _Activate.apply(*operands, activation, layout, *storage)
-        return out
+        apply = cast("Callable[..., Tensor]", _Activate.apply)
+        return apply(*operands, activation, layout, *storage)
     return torch.ops.samebits.activation_forward(*operands, activation, layout)  # type: ignore[no-any-return]

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from samebits.activation import Activation
+from samebits.ops._triton.columns import load_gate_up, store_gate_up
 from samebits.ops._triton.rows import expert_of_row, sum_ascending, sum_of_64_columns
 from samebits.ops.activation.contract import Backward, Operands, Wanted
 from samebits.ops.activation.tiles import (
@@ -65,80 +66,13 @@ def _live_rows(R, num_rows_ptr, offsets_ptr, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def _split_blocks(pairs, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, SIZE: tl.constexpr):
-    """Split ``[BLOCK_R, 2 * BLOCK_F]`` into its even and odd blocks of ``SIZE`` columns."""
-    blocks = tl.reshape(pairs, [BLOCK_R, BLOCK_F // SIZE, 2, SIZE])
-    first, second = tl.split(tl.permute(blocks, (0, 1, 3, 2)))
-    first = tl.reshape(first, [BLOCK_R, BLOCK_F])
-    return first, tl.reshape(second, [BLOCK_R, BLOCK_F])
-
-
-@triton.jit
-def _load_parts(
-    row_ptrs, column, mask, F,
-    GATED: tl.constexpr, INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
-):  # fmt: skip
-    """Load gate and up, fp32, of ``BLOCK_F`` columns from ``column`` on; 0 where masked.
-
-    ``row_ptrs`` and ``mask`` are ``[BLOCK_R, 1]``; ``INTERLEAVE`` is 0 for halves. Blocks of 1, 2
-    or 4 columns are loaded in one piece and split in registers.
-    """
-    columns = column + tl.arange(0, BLOCK_F)[None, :]
-    if not GATED:
-        gate = tl.load(row_ptrs + columns, mask=mask & (columns < F), other=0.0).to(tl.float32)
-        return gate, gate
-    if INTERLEAVE == 1 or INTERLEAVE == 2 or INTERLEAVE == 4:
-        wide = 2 * column + tl.arange(0, 2 * BLOCK_F)[None, :]
-        pairs = tl.load(row_ptrs + wide, mask=mask & (wide < 2 * F), other=0.0)
-        first, second = _split_blocks(pairs, BLOCK_R, BLOCK_F, INTERLEAVE)
-    else:
-        inside = mask & (columns < F)
-        distance = INTERLEAVE if INTERLEAVE else F
-        places = columns + (columns // INTERLEAVE) * INTERLEAVE if INTERLEAVE else columns
-        first = tl.load(row_ptrs + places, mask=inside, other=0.0)
-        second = tl.load(row_ptrs + distance + places, mask=inside, other=0.0)
-    first = first.to(tl.float32)
-    second = second.to(tl.float32)
-    if UP_FIRST:
-        return second, first
-    return first, second
-
-
-@triton.jit
-def _store_parts(
-    row_ptrs, gate, up, column, mask, F,
-    GATED: tl.constexpr, INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
-):  # fmt: skip
-    """Store gate and up columns; the inverse of ``_load_parts``."""
-    columns = column + tl.arange(0, BLOCK_F)[None, :]
-    if not GATED:
-        tl.store(row_ptrs + columns, gate, mask=mask & (columns < F))
-    elif INTERLEAVE == 1 or INTERLEAVE == 2 or INTERLEAVE == 4:
-        first, second = (up, gate) if UP_FIRST else (gate, up)
-        blocks = tl.join(first, second)
-        blocks = tl.reshape(blocks, [BLOCK_R, BLOCK_F // INTERLEAVE, INTERLEAVE, 2])
-        pairs = tl.reshape(tl.permute(blocks, (0, 1, 3, 2)), [BLOCK_R, 2 * BLOCK_F])
-        wide = 2 * column + tl.arange(0, 2 * BLOCK_F)[None, :]
-        tl.store(row_ptrs + wide, pairs, mask=mask & (wide < 2 * F))
-    else:
-        inside = mask & (columns < F)
-        first, second = (up, gate) if UP_FIRST else (gate, up)
-        distance = INTERLEAVE if INTERLEAVE else F
-        places = columns + (columns // INTERLEAVE) * INTERLEAVE if INTERLEAVE else columns
-        tl.store(row_ptrs + places, first, mask=inside)
-        tl.store(row_ptrs + distance + places, second, mask=inside)
-
-
-@triton.jit
 def _load_z(
     row_ptrs, bias_ptr, offsets_ptr, rows, column, mask, F,
     GATED: tl.constexpr, INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """Load gate and up of ``z' = D(z + bias)``, fp32."""
-    gate, up = _load_parts(
+    gate, up = load_gate_up(
         row_ptrs, column, mask, F, GATED, INTERLEAVE, UP_FIRST, BLOCK_R, BLOCK_F
     )  # fmt: skip
     if bias_ptr is not None:
@@ -150,7 +84,7 @@ def _load_z(
             experts = expert_of_row(offsets_ptr, rows, EXPERTS).to(tl.int64)
             bias_ptrs = bias_ptr + (experts * width)[:, None]
         everywhere = tl.full([BIAS_ROWS, 1], True, tl.int1)
-        gate_bias, up_bias = _load_parts(
+        gate_bias, up_bias = load_gate_up(
             bias_ptrs, column, everywhere, F, GATED, INTERLEAVE, UP_FIRST, BIAS_ROWS, BLOCK_F
         )
         dtype = row_ptrs.dtype.element_ty
@@ -185,9 +119,7 @@ def _activation_forward_kernel(
         z_ptr + (rows * stride_zr)[:, None], bias_ptr, offsets_ptr, rows, column, inside, F,
         GATED, INTERLEAVE, UP_FIRST, EXPERTS, BLOCK_R, BLOCK_F,
     )  # fmt: skip
-    alpha, limit, offset, gate_cap, up_cap = _run_time_scalars(
-        values, scalars_ptr, LIMIT
-    )
+    alpha, limit, offset, gate_cap, up_cap = _run_time_scalars(values, scalars_ptr, LIMIT)
     if GATED:
         h = glu_tile(
             gate, up, alpha, limit, offset, gate_cap, up_cap, KIND, LIMIT, HAS_OFFSET, HAS_UP_CAP
@@ -269,7 +201,7 @@ def _activation_backward_kernel(
         )
 
         dtype = dz_ptr.dtype.element_ty
-        _store_parts(
+        store_gate_up(
             dz_rows, dgate.to(dtype), dup.to(dtype), column, inside, F,
             GATED, INTERLEAVE, UP_FIRST, BLOCK_R, BLOCK_F,
         )  # fmt: skip
@@ -290,7 +222,9 @@ def _activation_backward_kernel(
 
 
 @triton.jit
-def _chunk_of_program(offsets_ptr, chunk, live, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, CHUNK: tl.constexpr):
+def _chunk_of_program(
+    offsets_ptr, chunk, live, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, CHUNK: tl.constexpr
+):
     """Return ``(expert, first row, end row)`` of a chunk; an empty range past the last chunk."""
     experts = tl.arange(0, EXPERTS_POW2)
     known = experts < EXPERTS
@@ -334,7 +268,7 @@ def _activation_bias_backward_kernel(
     mask = columns < F
     inside = tl.full([1, 1], True, tl.int1)
     bias_row = bias_ptr + (tl.zeros([1, 1], tl.int64) + expert) * width
-    gate_bias, up_bias = _load_parts(
+    gate_bias, up_bias = load_gate_up(
         bias_row, column, inside, F, GATED, INTERLEAVE, UP_FIRST, 1, BLOCK_F
     )
     scalars = _run_time_scalars(values, scalars_ptr, LIMIT)
@@ -347,7 +281,7 @@ def _activation_bias_backward_kernel(
     for row in tl.range(first, end, num_stages=STAGES):
         corner = tl.zeros([1, 1], tl.int64) + row
         dh = tl.load(dh_ptr + corner * stride_dr + columns, mask=mask, other=0.0).to(tl.float32)
-        gate, up = _load_parts(
+        gate, up = load_gate_up(
             z_ptr + corner * stride_zr, column, inside, F,
             GATED, INTERLEAVE, UP_FIRST, 1, BLOCK_F,
         )  # fmt: skip
@@ -360,7 +294,7 @@ def _activation_bias_backward_kernel(
 
         dgate = dgate.to(dtype)
         dup = dup.to(dtype)
-        _store_parts(
+        store_gate_up(
             dz_ptr + corner * width, dgate, dup, column, inside, F,
             GATED, INTERLEAVE, UP_FIRST, 1, BLOCK_F,
         )  # fmt: skip
@@ -373,7 +307,7 @@ def _activation_bias_backward_kernel(
             sums = sum_of_64_columns(tl.where(mask, dh * act, 0.0), 1, BLOCK_F)
             tl.store(partial_ptr + corner * partials + places, sums, mask=places < partials)
 
-    _store_parts(
+    store_gate_up(
         chunk_sums_ptr + (tl.zeros([1, 1], tl.int64) + chunk) * width,
         gate_sum, up_sum, column, inside & (first < end), F,
         GATED, INTERLEAVE, UP_FIRST, 1, BLOCK_F,
@@ -413,13 +347,22 @@ def _sum_chunks_kernel(
 
 @triton.jit(do_not_specialize=["R"])
 def _sum_partials_kernel(
-    partial_ptr, dp_ptr, offsets_ptr, num_rows_ptr, R, partials, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+    partial_ptr,
+    dp_ptr,
+    offsets_ptr,
+    num_rows_ptr,
+    R,
+    partials,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Add the 64-column sums of each row in ascending order."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = _live_rows(R, num_rows_ptr, offsets_ptr, EXPERTS)
     inside = rows < live
-    tl.store(dp_ptr + rows, sum_ascending(partial_ptr + rows * partials, inside, partials), mask=inside)
+    tl.store(
+        dp_ptr + rows, sum_ascending(partial_ptr + rows * partials, inside, partials), mask=inside
+    )
 
 
 def _layout_flags(layout: Layout) -> dict[str, int | bool]:

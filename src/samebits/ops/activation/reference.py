@@ -9,6 +9,7 @@ than its vector loop: so the bits of a row do not depend on its position.
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -63,10 +64,9 @@ def _blocks(operands: Operands, columns: int) -> Iterator[slice]:
 def _padded(size: int) -> int:
     """Return a length that torch cuts into whole vectors, however many threads share it."""
     threads = torch.get_num_threads()
-    if size <= _GRAIN:
-        unit = _VECTOR
-    else:
-        unit = _VECTOR * threads if size >= _GRAIN * threads else _GRAIN
+    unit = _GRAIN
+    if size <= _GRAIN or size >= _GRAIN * threads:
+        unit = _VECTOR if size <= _GRAIN else _VECTOR * threads
     return -(-size // unit) * unit
 
 
@@ -91,7 +91,7 @@ def _parts(
     if not activation.gated:
         return z, None
     block = layout.block(z.shape[1] // 2)
-    first, second = z.unflatten(1, (-1, 2, block)).unbind(2)
+    first, second = z.view(z.shape[0], -1, 2, block).unbind(2)
     return (second, first) if layout.up_first else (first, second)
 
 
@@ -267,10 +267,10 @@ def _backward_block(
         dup = _inside(dup, up, -limit, limit)
         dgate = _inside(dgate, gate if pre else raw, -math.inf, limit)
     block = layout.block(columns)
-    pairs = result.dz[span].unflatten(1, (-1, 2, block))
+    pairs = result.dz[span].view(result.dz[span].shape[0], -1, 2, block)
     first, second = (dup, dgate) if layout.up_first else (dgate, dup)
-    pairs[:, :, 0] = cut(first).unflatten(1, (-1, block))
-    pairs[:, :, 1] = cut(second).unflatten(1, (-1, block))
+    pairs[:, :, 0] = cut(first).view(rows, -1, block)
+    pairs[:, :, 1] = cut(second).view(rows, -1, block)
 
 
 def _sum_columns(product: Tensor) -> Tensor:
@@ -289,5 +289,5 @@ def _sum_bias(dz: Tensor, operands: Operands, dbias: Tensor) -> None:
         dbias.copy_(dz[:live].sum(0, dtype=wide))
         return
     bounds = [min(bound, live) for bound in operands.offsets.tolist()]
-    for expert, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for expert, (first, end) in enumerate(pairwise(bounds)):
         dbias[expert] = dz[first:end].sum(0, dtype=wide)

@@ -1,0 +1,166 @@
+"""Compile the activation kernels without a GPU and print what each cubin uses, as JSON.
+
+``python tests/ops/cubins_activation.py [case …]`` prints ``{case: {sm: [registers, stack, shared,
+vector]}}``: registers and stack bytes per thread, shared bytes, and the widest global access in
+bytes. With ``--record`` the table of this Triton version is written to ``cubins_activation.json``.
+A process of its own, because kernels imported for the interpreter cannot be compiled.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from samebits.activation import Activation
+from samebits.ops.activation import kernel
+from samebits.ops.activation.tiles import TileOptions
+from samebits.ops.activation.tuning import backward_heuristic, forward_heuristic
+from samebits.weights import Layout
+
+TARGETS = (80, 86, 89, 90, 100, 120)
+RECORD = Path(__file__).with_suffix(".json")
+_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_ROWS = 1 << 16
+
+
+class Case(NamedTuple):
+    """One binary: which kernel, which options, which operands."""
+
+    kernel: str
+    activation: Activation
+    layout: Layout = Layout()
+    dtype: str = "bf16"
+    columns: int = 2048
+    bias: bool = False
+    experts: int = 0
+    probs: bool = False
+    count: bool = False
+    h: bool = False
+
+
+_GPT_OSS = Activation(alpha=1.702, limit=7.0, linear_offset=1.0)
+_SITU = Activation(kind="situ", gate_softcap=4.0, up_softcap=5.0)
+CASES = {
+    "forward-plain": Case("forward", Activation(), columns=768),
+    "forward-fp32": Case("forward", Activation(), dtype="fp32"),
+    "forward-weighted": Case("forward", Activation(limit=7.0), probs=True, count=True),
+    "forward-gpt-oss": Case(
+        "forward", _GPT_OSS, Layout(interleave=1), columns=2880, bias=True, experts=128
+    ),
+    "forward-interleave-32": Case("forward", _GPT_OSS, Layout(interleave=32), columns=2880),
+    "forward-situ": Case("forward", _SITU, dtype="fp16"),
+    "forward-relu2": Case("forward", Activation(kind="relu2", gated=False), probs=True),
+    "backward-plain": Case("backward", Activation(), columns=768),
+    "backward-fp32": Case("backward", Activation(kind="gelu"), dtype="fp32"),
+    "backward-clamped": Case("backward", Activation(limit=7.0)),
+    "backward-weighted": Case("backward", Activation(limit=7.0), probs=True, h=True),
+    "backward-gpt-oss": Case("backward", _GPT_OSS, Layout(interleave=1), columns=2880),
+    "backward-situ": Case("backward", _SITU, dtype="fp16", probs=True),
+    "backward-bias": Case(
+        "bias_backward", _GPT_OSS, Layout(interleave=1), columns=2880, bias=True, experts=128,
+        probs=True,
+    ),
+}  # fmt: skip
+
+
+def _pointers(case: Case) -> dict[str, str | None]:
+    """Return the element type behind each pointer argument; None where it is absent."""
+    wanted_dp = "fp32" if case.probs and case.kernel != "forward" else None
+    return {
+        "z_ptr": case.dtype,
+        "dh_ptr": case.dtype,
+        "dz_ptr": case.dtype,
+        "h_ptr": case.dtype if case.h or case.kernel == "forward" else None,
+        "bias_ptr": case.dtype if case.bias else None,
+        "probs_ptr": "fp32" if case.probs else None,
+        "dp_ptr": wanted_dp,
+        "partial_ptr": wanted_dp,
+        "chunk_sums_ptr": "fp32",
+        "offsets_ptr": "i32" if case.experts else None,
+        "num_rows_ptr": "i32" if case.count else None,
+        "scalars_ptr": None,
+    }
+
+
+def build(case: Case, sm: int) -> Any:
+    """Return the compiled kernel of ``case`` for ``sm``, specialised as a launch would."""
+    function = getattr(kernel, f"_activation_{case.kernel}_kernel")
+    size = _SIZES[case.dtype]
+    constants: dict[str, Any] = {
+        **TileOptions.of(case.activation).flags,
+        "INTERLEAVE": case.layout.interleave or 0,
+        "UP_FIRST": case.layout.up_first,
+        "EXPERTS": case.experts,
+    }
+    if case.kernel == "forward":
+        config = forward_heuristic(_ROWS, case.columns, size)
+    else:
+        dbias = case.kernel == "bias_backward"
+        config = backward_heuristic(_ROWS, case.columns, size, dbias=dbias)
+    tiles = {
+        "BLOCK_R": config.block_r,
+        "BLOCK_F": config.block_f,
+        "STAGES": config.num_stages,
+        "CHUNK": kernel.CHUNK,
+        "EXPERTS_POW2": triton.next_power_of_2(max(case.experts, 1)),
+    }
+    names = function.arg_names
+    constants |= {name: value for name, value in tiles.items() if name in names}
+    pointers = _pointers(case)
+    constants |= {name: None for name in names if name in pointers and pointers[name] is None}
+    signature: dict[str, Any] = {}
+    attributes = {}
+    for place, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name == "values":
+            signature[name] = ("fp32",) * 5
+        else:
+            signature[name] = f"*{pointers[name]}" if name in pointers else "i32"
+            if name != "R":
+                attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": config.num_warps, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+
+
+def measure(case: Case, sm: int) -> list[int]:
+    """Return ``[registers, stack, shared, vector]`` of the cubin of ``case`` for ``sm``."""
+    compiled = build(case, sm)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    ptx = compiled.asm["ptx"]
+    accesses = re.findall(r"(?:ld|st)\.global(?:\.[a-z0-9_:]+)*?(\.v\d)?\.b(\d+)", ptx)
+    widths = [int(many[2:] or 1) * int(bits) // 8 for many, bits in accesses]
+    registers, stack = (int(group) for group in found.groups())
+    return [registers, stack, compiled.metadata.shared, max(widths)]
+
+
+def main(arguments: list[str]) -> None:
+    names = [name for name in arguments if not name.startswith("--")] or list(CASES)
+    table = {name: {f"sm_{sm}": measure(CASES[name], sm) for sm in TARGETS} for name in names}
+    if "--record" in arguments:
+        known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        known[triton.__version__] = table
+        text = json.dumps(known, indent=1, sort_keys=True)
+        # One line per cubin.
+        text = re.sub(r"\[\s+([^\]]+?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
+        RECORD.write_text(text + "\n")
+    sys.stdout.write(json.dumps(table) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

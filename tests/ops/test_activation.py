@@ -1,0 +1,336 @@
+"""The activation in every tier: CPU operator, kernels in the interpreter, kernels on a GPU."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from activation_cases import (
+    ACTIVATIONS_TRIED,
+    CASES,
+    DTYPED_RUNNERS,
+    GPT_OSS,
+    LAYOUTS,
+    ROWS,
+    RUNNERS,
+    SMALL,
+    TILED_CASES,
+    Case,
+    Runner,
+    assert_results,
+    live_rows,
+    make_dh,
+    make_operands,
+    move,
+    plain_results,
+    run_launchers,
+)
+from torch import Tensor
+
+from samebits.activation import ACTIVATIONS, Activation
+from samebits.ops.activation import Operands, Wanted, activate
+from samebits.ops.activation.tuning import Config, block_columns
+from samebits.testing.numerics import assert_bitwise_equal, assert_within_budget
+from samebits.weights import Layout
+
+
+@pytest.fixture(autouse=True)
+def nan_memory() -> Iterator[None]:
+    """Fill fresh memory with NaN, so that an element that is not written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("run", "dtype"), DTYPED_RUNNERS)
+def test_output_and_every_gradient_within_budget(
+    run: Runner, dtype: torch.dtype, case: Case
+) -> None:
+    operands = make_operands(case, dtype)
+    dh = make_dh(operands, case)
+
+    assert_results(run(operands, dh, case), operands, dh, case)
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_gradient_of_a_clamp_is_one_at_the_bound_and_zero_outside(run: Runner) -> None:
+    case = Case(Activation(limit=2.0), columns=4)
+    gate = torch.tensor([[2.0, 2.0, 2.5, 1.0]])
+    up = torch.tensor([[2.0, -2.0, 1.0, -2.5]])
+    # An infinite gradient outside a bound must not turn the 0 into NaN.
+    dh = torch.tensor([[1.0, 1.0, float("inf"), float("inf")]])
+
+    dz = run(Operands(torch.cat((gate, up), 1)), dh, case)["dz"]
+
+    inside = torch.tensor([True, True, False, True, True, True, True, False])
+    assert torch.equal(dz[0] != 0, inside)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS_TRIED, ids=str)
+@pytest.mark.parametrize("run", RUNNERS)
+def test_nan_passes_every_clamp_and_stays_in_its_row(run: Runner, activation: Activation) -> None:
+    case = Case(activation, columns=4)
+    operands = make_operands(case, torch.float32, rows=4)
+    dh = make_dh(operands, case)
+    poisoned = operands._replace(z=operands.z.clone())
+    poisoned.z[1] = float("nan")
+
+    clean, dirty = run(operands, dh, case), run(poisoned, dh, case)
+
+    others = [0, 2, 3]
+    assert dirty["h"][1].isnan().all()
+    for name in ("h", "dz"):
+        assert_bitwise_equal(dirty[name][others], clean[name][others], name)
+
+
+@pytest.mark.parametrize("bias", ["", "shared"])
+@pytest.mark.parametrize("run", RUNNERS)
+def test_rows_past_the_count_are_not_read(run: Runner, bias: str) -> None:
+    case = Case(GPT_OSS, bias=bias, probs=True, count=True)
+    operands = make_operands(case, torch.float32)
+    dh = make_dh(operands, case)
+    clean = run(operands, dh, case)
+    live = live_rows(operands)
+    assert operands.row_probs is not None
+    for tensor in (operands.z, operands.row_probs, dh):
+        tensor[live:] = float("nan")
+
+    dirty = run(operands, dh, case)
+
+    for name, value in clean.items():
+        assert_bitwise_equal(dirty[name], value, name)
+
+
+def untouched(config: Config | None, device: str) -> tuple[Tensor, Tensor]:
+    """Return the rows of h and dz past the count and past the last offset."""
+    from samebits.ops.activation import kernel
+
+    tails = []
+    for case in (Case(count=True), Case(bias="experts")):
+        operands = move(make_operands(case, torch.float32), device)
+        if operands.offsets is not None:
+            operands.offsets.clamp_(max=ROWS - 2)
+        options = (case.activation, case.layout)
+        h = kernel.launch_activation_forward(operands, *options, config)
+        dh = make_dh(operands, case).to(device)
+        grads = kernel.launch_activation_backward(
+            dh, operands, *options, Wanted(dbias=operands.bias is not None), config
+        )
+        tails.append(torch.cat((h[-2:], grads.dz[-2:]), 1))
+    return tails[0], tails[1]
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.interpret),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_rows_past_the_count_are_not_written(device: str) -> None:
+    tails = untouched(SMALL, device)
+
+    assert all(tail.isnan().all() for tail in tails)
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_any_row_stride_and_no_copy_of_meaning(run: Runner) -> None:
+    case = Case(GPT_OSS, Layout(interleave=1), probs=True)
+    operands = make_operands(case, torch.float32)
+    dh = make_dh(operands, case)
+    expected = run(operands, dh, case)
+    wide = torch.full((ROWS, 2 * case.columns + 7), float("nan"))
+    wide[:, 5:-2] = operands.z
+
+    strided = run(operands._replace(z=wide[:, 5:-2]), dh, case)
+
+    for name, value in expected.items():
+        assert_bitwise_equal(strided[name], value, name)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.reference),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_columns_apart_and_expanded_gradients(device: str) -> None:
+    z = make_operands(Case(), torch.float32).z.to(device)
+    apart = z.t().contiguous().t().requires_grad_()
+
+    h = activate(apart, GPT_OSS)
+    (dz,) = torch.autograd.grad(h.sum(), apart)
+
+    reference = z.clone().requires_grad_()
+    expected = activate(reference, GPT_OSS)
+    (expected_dz,) = torch.autograd.grad(expected, reference, torch.ones_like(expected))
+    assert_bitwise_equal(h, expected, "h")
+    assert_bitwise_equal(dz, expected_dz, "dz")
+
+
+VARIED = {
+    "alpha": (Activation(), Activation(alpha=1.702)),
+    "limit": (Activation(), Activation(limit=2.0)),
+    "limit value": (Activation(limit=1.0), Activation(limit=2.0)),
+    "limit_position": (Activation(limit=1.0), Activation(limit=1.0, limit_position="post")),
+    "linear_offset": (Activation(), Activation(linear_offset=1.0)),
+    "gate_softcap": (
+        Activation(kind="situ", gate_softcap=1.0),
+        Activation(kind="situ", gate_softcap=2.0),
+    ),
+    "up_softcap": (
+        Activation(kind="situ", gate_softcap=1.0),
+        Activation(kind="situ", gate_softcap=1.0, up_softcap=2.0),
+    ),
+    "kind": (Activation(kind="gelu"), Activation(kind="gelu_tanh")),
+}
+
+
+@pytest.mark.parametrize("option", VARIED)
+@pytest.mark.parametrize("run", RUNNERS)
+def test_every_option_changes_the_results(run: Runner, option: str) -> None:
+    first, second = (Case(activation) for activation in VARIED[option])
+    operands = make_operands(first, torch.float32)
+    dh = make_dh(operands, first)
+
+    ours, others = run(operands, dh, first), run(operands, dh, second)
+
+    assert all(not torch.equal(ours[name], others[name]) for name in ("h", "dz"))
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_every_layout_changes_the_results(run: Runner) -> None:
+    layouts = (Layout(), *LAYOUTS)
+    operands = make_operands(Case(), torch.float32)
+    dh = make_dh(operands, Case())
+
+    results = [run(operands, dh, Case(layout=layout)) for layout in layouts]
+
+    for name in ("h", "dz"):
+        assert len({r[name].numpy().tobytes() for r in results}) == len(layouts)
+
+
+@pytest.mark.parametrize("case", TILED_CASES, ids=str)
+@pytest.mark.interpret
+def test_tiles_do_not_change_bits(case: Case) -> None:
+    operands = make_operands(case, torch.float32)
+    dh = make_dh(operands, case)
+
+    small = run_launchers(SMALL)(operands, dh, case)
+
+    for config in (
+        Config(block_r=1, block_f=256, num_warps=4),
+        Config(block_r=8, block_f=128, num_warps=4, num_stages=3),
+    ):
+        for name, value in run_launchers(config)(operands, dh, case).items():
+            assert_bitwise_equal(value, small[name], f"{name} {config}")
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_a_row_has_the_same_bits_alone_and_among_others(run: Runner) -> None:
+    case = Case(Activation(kind="situ", gate_softcap=4.0), probs=True, columns=65)
+    operands = make_operands(case, torch.float32, rows=33)
+    dh = make_dh(operands, case)
+    together = run(operands, dh, case)
+    assert operands.row_probs is not None
+
+    for row in (0, 7, 32):
+        one = slice(row, row + 1)
+        alone = Operands(operands.z[one], row_probs=operands.row_probs[one])
+        for name, value in run(alone, dh[one], case).items():
+            assert_bitwise_equal(value, together[name][one], f"{name} of row {row}")
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_no_rows(run: Runner) -> None:
+    case = Case(probs=True, bias="shared")
+    operands = make_operands(case, torch.float32, rows=0)
+
+    results = run(operands, make_dh(operands, case), case)
+
+    assert results["h"].shape == (0, case.columns)
+    assert not results["dbias"].any()
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_gradient_in_fp32_is_not_rounded_first(run: Runner) -> None:
+    case = Case(Activation(limit=2.0))
+    operands = make_operands(case, torch.float16)
+    dh = torch.randn(ROWS, case.columns, generator=torch.Generator().manual_seed(2))
+
+    wide = run(operands, dh, case)["dz"]
+
+    exact = plain_results(operands._replace(z=operands.z.double()), dh, case, torch.float64)["dz"]
+    assert_within_budget(wide, exact.to(torch.float16), exact, torch.float16)
+    assert not torch.equal(wide, run(operands, dh.half(), case)["dz"])
+
+
+def many_experts(run: Runner) -> None:
+    """Compare the bias of more experts than one vector holds with one call per expert."""
+    experts, columns = 70, 8
+    generator = torch.Generator().manual_seed(3)
+    counts = torch.randint(0, 4, (experts,), generator=generator)
+    offsets = torch.tensor([0, *counts.cumsum(0).tolist()], dtype=torch.int64)
+    rows = int(offsets[-1])
+    z = torch.randn(rows, 2 * columns, generator=generator)
+    bias = torch.randn(experts, 2 * columns, generator=generator)
+    dh = torch.randn(rows, columns, generator=generator)
+    case = Case(columns=columns)
+
+    together = run(Operands(z, bias, offsets), dh, case)
+
+    for expert in range(0, experts, 23):
+        span = slice(int(offsets[expert]), int(offsets[expert + 1]))
+        alone = run(Operands(z[span], bias[expert]), dh[span], case)
+        for name in ("h", "dz"):
+            assert_bitwise_equal(together[name][span], alone[name], name)
+        assert_bitwise_equal(together["dbias"][expert], alone["dbias"], "dbias")
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_bias_of_many_experts(run: Runner) -> None:
+    many_experts(run)
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_bias_gradient_over_several_chunks(run: Runner) -> None:
+    case = Case(Activation(limit=2.0), bias="experts", probs=True, columns=3)
+    operands = make_operands(case, torch.float32, rows=ROWS * 16)
+    dh = make_dh(operands, case)
+
+    assert_results(run(operands, dh, case), operands, dh, case)
+
+
+@pytest.mark.interpret
+def test_kernel_and_table_have_the_same_kinds() -> None:
+    from samebits.ops.activation.tiles import KINDS
+
+    assert set(KINDS) == set(ACTIVATIONS)
+
+
+@pytest.mark.interpret
+def test_tanh_is_accurate_near_zero_and_far_from_it() -> None:
+    # situ with huge c2 is c2·tanh(u / c2): relative errors near 0 show in u alone.
+    from samebits.ops.activation import kernel
+
+    u = torch.cat([torch.logspace(-30, 1.2, 512), -torch.logspace(-30, 1.2, 512)])
+    case = Activation(kind="situ", gate_softcap=1.0, up_softcap=1.0)
+    gate = torch.full_like(u, 20.0)
+    h = kernel.launch_activation_forward(
+        Operands(torch.cat((gate, u))[None]), case, Layout(), SMALL
+    )[0]
+
+    scale = math.tanh(20.0) / (1.0 + math.exp(-20.0))
+    exact = torch.tanh(u.double()) * scale
+    units = ((h.double() - exact) / exact).abs().max() / torch.finfo(torch.float32).eps
+    assert float(units) < 4.0
+
+
+@pytest.mark.reference
+def test_blocks_cover_a_row_with_little_waste() -> None:
+    assert block_columns(768, 2048) == 256
+    assert block_columns(2880, 2048) == 1024
+    assert block_columns(14336, 2048) == 2048
+    assert block_columns(1, 2048) == 64

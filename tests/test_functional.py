@@ -77,7 +77,7 @@ FORWARDS: dict[str, tuple[Call, Call]] = {
         lambda y, b, w: formula(CLAMPED, y, b),
     ),
     "weighted_bias_swiglu_impl": (
-        lambda y, b, w: F.weighted_bias_swiglu_impl(y, b, w),
+        F.weighted_bias_swiglu_impl,
         lambda y, b, w: formula(SWIGLU, y, b, w),
     ),
     "quick_geglu": (

@@ -80,7 +80,9 @@ def _gelu_tanh_derivative(gate: Tensor, activation: "Activation") -> Tensor:
 
 
 def _relu(gate: Tensor, activation: "Activation") -> Tensor:
-    return torch.where(gate < 0, torch.zeros_like(gate), gate)
+    # The slope at 0 is 0, as in torch's own relu; the sign of a zero is kept.
+    value = torch.where(gate == 0, gate.detach(), gate)
+    return torch.where(gate < 0, torch.zeros_like(gate), value)
 
 
 def _relu_derivative(gate: Tensor, activation: "Activation") -> Tensor:

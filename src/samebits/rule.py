@@ -153,9 +153,15 @@ def score(logits: Tensor, kind: Score) -> Tensor:
     """
     if kind == "softmax":
         return torch.softmax(logits, -1)
+    # torch's own sigmoid and softplus give an element other bits on CPU when it falls into the tail
+    # of a vector loop, that is, by its place in the tensor; exp and log1p do not.
+    positive = logits >= 0
+    decay = torch.exp(torch.where(positive, -logits, logits))
     if kind == "sigmoid":
-        return torch.sigmoid(logits)
-    return torch.sqrt(torch.nn.functional.softplus(logits))
+        return torch.where(positive, 1.0, decay) / (1.0 + decay)
+    softplus = torch.log1p(decay) + torch.where(positive, logits, 0.0)
+    # The slope of √ at 0 is infinite: keep off it where the softplus underflows.
+    return torch.sqrt(softplus.clamp(min=torch.finfo(logits.dtype).tiny))
 
 
 def widen(logits: Tensor, rule: RoutingRule) -> Tensor:

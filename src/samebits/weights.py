@@ -66,7 +66,8 @@ class Layout:
 def _parse_layout(key: str) -> Layout:
     blocks, _, up_first = key.partition(",")
     name, _, size = blocks.partition("=")
-    if up_first not in ("", "up_first") or name not in ("halves", "interleave"):
+    blocks_known = name == "halves" if not size else name == "interleave" and size.isdecimal()
+    if up_first not in ("", "up_first") or not blocks_known:
         raise ValueError(must("layout key", "look like halves or interleave=1,up_first", repr(key)))
     return Layout(interleave=int(size) if name == "interleave" else None, up_first=bool(up_first))
 

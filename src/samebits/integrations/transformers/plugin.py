@@ -99,7 +99,7 @@ def experts_forward(
     if getattr(self, "num_experts", num_experts) != num_experts:
         rule = f"hold num_experts = {self.num_experts} experts"
         raise ValueError(must("down_proj", rule, num_experts))
-    # Before transformers 5.18 there is no flag, and only expert parallelism makes such ids.
+    # transformers 5.17 has no such flag; there, too, only expert parallelism makes such ids.
     if getattr(self, "_is_expert_parallel", True):
         top_k_index = top_k_index.clamp(max=num_experts)
     if top_k_index.dtype not in (torch.int32, torch.int64):

@@ -35,6 +35,8 @@ from samebits.weights import Layout, PostExpertNorm
 
 # Sizes of the double, pairwise different so that no two dimensions can be mistaken.
 _EXPERTS, _HIDDEN, _COLUMNS, _TOPK, _TOKENS = 5, 14, 6, 3, 9
+# The expert that no token chooses: not the first or the last, which code may forget.
+_UNUSED = 2
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 # transformers 5.17 has no post-expert norm.
@@ -171,7 +173,7 @@ class _Inputs(NamedTuple):
 
 
 def _inputs(generator: torch.Generator, spread: float) -> _Inputs:
-    """Return inputs for every expert but one; the first projection has rms ``spread``."""
+    """Return inputs for every expert but ``_UNUSED``; the first projection has rms ``spread``."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -179,6 +181,7 @@ def _inputs(generator: torch.Generator, spread: float) -> _Inputs:
     ids = torch.stack(
         [torch.randperm(_EXPERTS - 1, generator=generator)[:_TOPK] for _ in range(_TOKENS)]
     )
+    ids = ids + (ids >= _UNUSED)
     probs = torch.rand(_TOKENS, _TOPK, generator=generator, dtype=torch.float64) + 0.1
     x = draw(_TOKENS, _HIDDEN) * (spread / _HIDDEN**0.5)
     return _Inputs(x, ids, probs, draw(_TOKENS, _HIDDEN))

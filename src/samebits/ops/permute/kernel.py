@@ -99,7 +99,7 @@ def _histogram_kernel(
 ):  # fmt: skip
     block = tl.program_id(0)
     counts = tl.zeros([BINS], tl.int32)
-    for chunk in range(0, chunks):
+    for chunk in range(chunks):
         slot = (block * chunks + chunk).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
         local = _local_ids(ids_ptr, num_valid_ptr, slot, R, topk, expert_start, E)
         counts += tl.histogram(local, BINS)
@@ -131,7 +131,7 @@ def _place_kernel(
 
     if block < blocks:
         place = tl.arange(0, CHUNK)
-        for chunk in range(0, chunks):
+        for chunk in range(chunks):
             first = (block * chunks + chunk).to(tl.int64) * CHUNK
             local = _local_ids(ids_ptr, num_valid_ptr, first + place, R, topk, expert_start, E)
             counts = tl.histogram(local, BINS)
@@ -201,18 +201,18 @@ def _gather_kernel(
     for column in range(start, stop, BLOCK_H):
         columns = column + tl.arange(0, BLOCK_H)
         mask = columns < H
-        x = tl.load(x_ptr + token * stride_xt + columns, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + token * stride_xt + columns, mask=mask, other=0.0)
         for k in tl.static_range(TOPK):
             slot = token * TOPK + k
             row = tl.load(inverse_ptr + slot).to(tl.int64)
             live = row < R
-            scaled = x
+            value = x
             if probs_ptr is not None:
-                scaled = x * tl.load(probs_ptr + slot).to(tl.float32)
-            tl.store(rows_ptr + row * H + columns, scaled.to(dtype), mask=mask & live)
+                value = x.to(tl.float32) * tl.load(probs_ptr + slot).to(tl.float32)
+            tl.store(rows_ptr + row * H + columns, value.to(dtype), mask=mask & live)
             if WITH_DP:
                 y = tl.load(y_ptr + row * stride_yr + columns, mask=mask & live, other=0.0)
-                product = tl.where(mask & live, x * y.to(tl.float32), 0.0)
+                product = tl.where(mask & live, x.to(tl.float32) * y.to(tl.float32), 0.0)
                 sums = sum_of_64_columns(tl.reshape(product, [1, BLOCK_H]), 1, BLOCK_H)
                 places = column // 64 + tl.arange(0, BLOCK_H // 64)[None, :]
                 tl.store(partial_ptr + slot * partials + places, sums, mask=places < partials)
@@ -228,7 +228,11 @@ def _gather_kernel(
         choice = tl.arange(0, TOPK_POW2)
         slots = token * TOPK + choice
         known = choice < TOPK
-        tl.store(dp_ptr + slots, sum_ascending(partial_ptr + slots * partials, known, partials), mask=known)
+        tl.store(
+            dp_ptr + slots,
+            sum_ascending(partial_ptr + slots * partials, known, partials),
+            mask=known,
+        )
 
 
 @triton.jit
@@ -318,14 +322,28 @@ def launch_metadata(
 
     Determinism: exact integers.
     """
+    buffer = launch_sort(topk_ids, num_valid_tokens, num_local, expert_start, block_r)
+    return tuning.unpack(buffer, topk_ids.numel(), num_local, block_r)
+
+
+def launch_sort(
+    topk_ids: Tensor,
+    num_valid_tokens: Tensor | None,
+    num_local: int,
+    expert_start: int,
+    block_r: int,
+) -> Tensor:
+    """Return the buffer behind ``launch_metadata``.
+
+    Determinism: exact integers.
+    """
     total, topk = topk_ids.numel(), topk_ids.shape[1]
     ids = topk_ids.contiguous()
     size = tuning.buffer_size(total, num_local, block_r)
     buffer = torch.empty(size, dtype=torch.int32, device=ids.device)
-    metadata = tuning.unpack(buffer, total, num_local, block_r)
     if total == 0:
-        buffer.zero_()
-        return metadata
+        return buffer.zero_()
+    metadata = tuning.unpack(buffer, total, num_local, block_r)
     inputs = (ids, num_valid_tokens)
     outputs = (*metadata[:3], *metadata.tiles)
     sizes = {"E": num_local, "BINS": _bins(num_local)}
@@ -336,7 +354,7 @@ def launch_metadata(
             **sizes, SLOTS=slots, BLOCK_R=block_r,
             num_warps=8 if slots >= 4096 else 4, enable_fp_fusion=False,
         )  # fmt: skip
-        return metadata
+        return buffer
     sizes["CHUNK"] = tuning.CHUNK
     chunks = tuning.chunks_per_program(total)
     blocks = triton.cdiv(total, chunks * tuning.CHUNK)
@@ -350,7 +368,7 @@ def launch_metadata(
         **sizes, STRIP=max(4, 8192 // sizes["BINS"]), BLOCK_R=block_r,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
-    return metadata
+    return buffer
 
 
 def launch_tiles(offsets: Tensor, total: int, block_r: int) -> Tiles:

@@ -1,9 +1,9 @@
-"""See ``samebits.ops.permute``; torch only, on any device, differentiable where values are."""
+"""See ``samebits.ops.permute``; torch only, on any device, vectorised."""
 
 import torch
 from torch import Tensor
 
-from samebits.ops.permute.tuning import Metadata, Tiles
+from samebits.ops.permute.tuning import COLUMNS_PER_SUM, Metadata, Tiles, capacity
 from samebits.routing import Permutation
 
 
@@ -15,7 +15,7 @@ def metadata(
     expert_start: int = 0,
     num_valid_tokens: Tensor | None = None,
 ) -> Metadata:
-    """See ``samebits.ops.permute``.
+    """See ``samebits.ops.permute.sort_slots``.
 
     Determinism: exact integers.
     """
@@ -27,7 +27,7 @@ def metadata(
 
 
 def tiles(offsets: Tensor, total: int, block_r: int) -> Tiles:
-    """Return the tile table of ``offsets``; entries past ``count`` hold anything.
+    """Return the tiles of ``offsets`` for one BLOCK_R.
 
     Determinism: exact integers.
     """
@@ -36,41 +36,99 @@ def tiles(offsets: Tensor, total: int, block_r: int) -> Tiles:
     per_expert = (counts + block_r - 1) // block_r
     order = counts.argsort(descending=True, stable=True)
     ends = per_expert[order].cumsum(0)
-    index = torch.arange(min(total, total // block_r + num_local), device=offsets.device)
+    index = torch.arange(capacity(total, num_local, block_r), device=offsets.device)
     rank = torch.searchsorted(ends, index, right=True).clamp(max=num_local - 1)
     expert = order[rank]
     first = offsets[expert] + (index - (ends[rank] - per_expert[expert])) * block_r
     return Tiles(expert.int(), first.int(), offsets[expert + 1].int(), ends[-1:].int())
 
 
-def permute(x: Tensor, inverse: Tensor, topk: int, probs: Tensor | None) -> Tensor:
-    """See ``samebits.ops.permute``; rows of no slot are 0.
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _sums_of_columns(product: Tensor) -> Tensor:
+    """Return row sums: 64 neighbours in pairs, six times; then these sums in ascending order."""
+    padding = -product.shape[1] % COLUMNS_PER_SUM
+    sums = torch.nn.functional.pad(product, (0, padding))
+    for _ in range(COLUMNS_PER_SUM.bit_length() - 1):
+        sums = sums[:, ::2] + sums[:, 1::2]
+    total = torch.zeros(product.shape[0], dtype=product.dtype, device=product.device)
+    for column in sums.unbind(1):
+        total = total + column
+    return total
+
+
+def permute(
+    x: Tensor, inverse: Tensor, topk: int, probs: Tensor | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return rows; rows of no slot are 0. See ``samebits.ops.permute.permute``.
 
     Determinism: elementwise.
     """
-    total = x.shape[0] * topk
+    dtype = dtype or x.dtype
     source = x.repeat_interleave(topk, 0)
     if probs is not None:
-        source = (source.float() * probs.reshape(-1, 1).float()).to(x.dtype)
-    rows = x.new_zeros(total + 1, x.shape[1])
-    return rows.index_copy(0, inverse.long(), source)[:total]
+        wide = _wide(x.dtype)
+        source = source.to(wide) * probs.reshape(-1, 1).to(wide)
+    # Row R takes the dropped slots.
+    rows = x.new_zeros(inverse.shape[0] + 1, x.shape[1], dtype=dtype)
+    return rows.index_copy_(0, inverse.long(), source.to(dtype))[:-1]
 
 
 def combine(
     rows: Tensor, inverse: Tensor, topk: int, probs: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """See ``samebits.ops.permute``.
+    """Return sums by token. See ``samebits.ops.permute.combine``.
 
     Determinism: fixed order; each token independent of the others.
     """
-    total, wide = inverse.shape[0], torch.float64 if rows.dtype == torch.float64 else torch.float32
+    total, wide = inverse.shape[0], _wide(rows.dtype)
     by_row, choice = inverse.view(-1, topk).long().sort(1)
-    padded = torch.cat([rows.to(wide), rows.new_zeros(1, rows.shape[1], dtype=wide)])
     out = torch.zeros(total // topk, rows.shape[1], dtype=wide, device=rows.device)
     for k in range(topk):
-        term = padded[by_row[:, k]]
+        row, live = by_row[:, k], by_row[:, k : k + 1] < total
+        term = rows.index_select(0, row.clamp(max=total - 1)).to(wide)
         if probs is not None:
-            p = probs.to(wide).gather(1, choice[:, k : k + 1])
-            term = torch.where(by_row[:, k : k + 1] < total, term * p, 0.0)
-        out = out + term
+            term = term * probs.to(wide).gather(1, choice[:, k : k + 1])
+        out += torch.where(live, term, 0.0)
     return out.to(dtype)
+
+
+def _probs_gradient(tokens: Tensor, rows: Tensor, inverse: Tensor, topk: int) -> Tensor:
+    """Return ``Σ_H tokens[s // K] · rows[inverse[s]]`` for each slot, ``(T, K)``; 0 if dropped."""
+    total, wide = inverse.shape[0], _wide(rows.dtype)
+    dp = []
+    # One choice at a time: R rows of products at once would be K times the memory.
+    for row in inverse.view(-1, topk).long().unbind(1):
+        there = rows.index_select(0, row.clamp(max=total - 1)).to(wide)
+        product = torch.where((row < total)[:, None], tokens.to(wide) * there, 0.0)
+        dp.append(_sums_of_columns(product))
+    return torch.stack(dp, 1)
+
+
+def permute_backward(
+    drows: Tensor, inverse: Tensor, topk: int, probs: Tensor | None, x: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``(dx, dp)``; dp only with ``x``.
+
+    Determinism: fixed order; each token independent of the others.
+    """
+    dx = combine(drows, inverse, topk, probs, drows.dtype)
+    return dx, None if x is None else _probs_gradient(x, drows, inverse, topk)
+
+
+def combine_backward(
+    dout: Tensor,
+    inverse: Tensor,
+    topk: int,
+    probs: Tensor | None,
+    rows: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``(drows, dp)``; dp only with ``rows``; rows of no slot are 0.
+
+    Determinism: fixed order.
+    """
+    drows = permute(dout, inverse, topk, probs, dtype)
+    return drows, None if rows is None else _probs_gradient(dout, rows, inverse, topk)

@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
     # First row that is not the expert's, int32.
     end: Tensor
     # Tiles in use, int32, (1,).
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]
 
 
 class Metadata(NamedTuple):

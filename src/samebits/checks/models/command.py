@@ -9,25 +9,24 @@ from typing import NamedTuple
 import torch
 
 from samebits.checks.models import report
-from samebits.checks.models.experts import THE_CLASS, judge_found
+from samebits.checks.models.experts import judge_found
 from samebits.checks.models.finding import Finding
 from samebits.checks.models.language import judge_language
+from samebits.checks.models.outcome import THE_CLASS
 from samebits.checks.models.protocol import Found, LanguageBuilder, ModelProvider
+from samebits.checks.result import EXIT_CODES, FAILED, NOTHING_RUN, PASSED, USAGE
 from samebits.errors import UnsupportedError, must, unknown
-
-PASSED, FAILED, USAGE, NOTHING_RUN = 0, 1, 2, 3
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _DESCRIPTION = """\
 Find every experts class of the installed transformers, build each tiny, and judge every registered
 experts implementation of it, and ours, against the class's own code in fp64.
 """
-_EPILOG = "exit codes: 0 all passed, 1 something failed, 2 usage, 3 nothing could be run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``check models`` to ``parser``, and ``run`` as its function."""
-    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    """Add the arguments of ``check models`` to ``parser``."""
+    parser.description, parser.epilog = _DESCRIPTION, EXIT_CODES
     add = parser.add_argument
     add("--model", action="append", metavar="NAME", help="an experts class, its model or its full "
         "name (gpt_oss.GptOssExperts); may be repeated; default: all")
@@ -39,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="one object a line, as they are found")
     output.add_argument("--issue-text", action="store_true", help="a report to paste into an issue")
-    parser.set_defaults(run=run)
 
 
 class Plan(NamedTuple):
@@ -51,7 +49,7 @@ class Plan(NamedTuple):
     fail_on: list[str] | None
 
 
-def run(arguments: argparse.Namespace, provider: ModelProvider | None = None) -> int:
+def main(arguments: argparse.Namespace, provider: ModelProvider | None = None) -> int:
     """Run the check and print its result.
 
     Args:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from samebits.checks.models.finding import Finding, Verdict
+from samebits.checks.models.outcome import THE_CLASS, About, spell, verdict_of
 from samebits.checks.models.protocol import (
     FOREIGN_ERRORS,
     ExpertsCase,
@@ -25,7 +26,7 @@ from samebits.checks.models.protocol import (
     UnbuildableError,
 )
 from samebits.problem import DTYPE_NAMES
-from samebits.testing.numerics import Judgement, judge, relative_error
+from samebits.testing.numerics import judge, relative_error
 
 # What the class's own loop and the framework's batched form of it may differ by in fp64.
 AGREEMENT = 1e-12
@@ -36,12 +37,9 @@ MOVES = 1e-2
 # Where a changed limit may be judged by its gradients too. In narrower dtypes many z lie one rounding
 # away from the limit, and each that lands on the other side moves whole rows of gradients.
 CONTINUOUS = (torch.float32, torch.float64)
-# Characters kept of an error's message.
-NOTE_LENGTH = 400
 
 OWN_LOOP = "eager"
 BATCHED = "batched_mm"
-THE_CLASS = "class"
 
 
 class Setting(NamedTuple):
@@ -89,11 +87,11 @@ def judge_found(
 
 def judge_class(case: ExpertsCase, dtype: torch.dtype) -> Iterator[Finding]:
     """Judge the class itself in fp64, and whether its limits bind on the tokens of the case."""
-    about = _About(case.name, "oracle", THE_CLASS, DTYPE_NAMES[dtype])
+    about = About(case.name, "oracle", THE_CLASS, DTYPE_NAMES[dtype])
     try:
         exact, batched = case.oracle(OWN_LOOP, dtype), case.oracle(BATCHED, dtype)
     except FOREIGN_ERRORS as error:
-        yield about.finding("all", "not_run", note=f"no fp64 run: {_spell(error)}")
+        yield about.finding("all", "not_run", note=f"no fp64 run: {spell(error)}")
         return
     for name, value in exact.items():
         measured = relative_error(batched[name], value)
@@ -125,7 +123,7 @@ def judge_case(
         setting = Setting(f"sensitivity:{name}", scalars={name: value if changed is None else changed})
         if changed is None:
             note = f"changing {name} changes nothing that the class computes, so it tests nothing"
-            about = _About(case.name, setting.case, THE_CLASS, DTYPE_NAMES[dtype])
+            about = About(case.name, setting.case, THE_CLASS, DTYPE_NAMES[dtype])
             yield about.finding("all", "not_run", note=note)
         else:
             yield from _judge_setting(case, provider, implementations, dtype, setting)
@@ -143,12 +141,12 @@ def _judge_setting(
         case.oracle(OWN_LOOP, dtype, **options), case.plain(dtype, **options)  # type: ignore[arg-type]
     )
     for implementation in implementations:
-        about = _About(case.name, setting.case, implementation, DTYPE_NAMES[dtype])
+        about = About(case.name, setting.case, implementation, DTYPE_NAMES[dtype])
         try:
             results, evidence = case.run(implementation, dtype, **options)  # type: ignore[arg-type]
         except FOREIGN_ERRORS as error:
-            verdict = _verdict_of(error, implementation, provider)
-            yield about.finding("all", verdict, note=_spell(error))
+            verdict = verdict_of(error, implementation, provider)
+            yield about.finding("all", verdict, note=spell(error))
             continue
         about = about._replace(evidence=evidence)
         if setting.scalars and dtype not in CONTINUOUS:
@@ -159,7 +157,7 @@ def _judge_setting(
 
 def _compare(
     case: ExpertsCase,
-    about: "_About",
+    about: About,
     results: Results,
     truth: Truth,
     dtype: torch.dtype,
@@ -183,50 +181,8 @@ def _compare(
         yield about.judged(name, judgement, note)
 
 
-class _About(NamedTuple):
-    model: str
-    case: str
-    implementation: str
-    dtype: str
-    evidence: str | None = None
-
-    def finding(
-        self,
-        quantity: str,
-        verdict: Verdict,
-        *,
-        measured: float | None = None,
-        allowed: float | None = None,
-        worst_row: int | None = None,
-        note: str = "",
-    ) -> Finding:
-        return Finding(
-            **self._asdict(),
-            quantity=quantity,
-            verdict=verdict,
-            measured=measured,
-            allowed=allowed,
-            worst_row=worst_row,
-            note=note,
-        )
-
-    def judged(self, quantity: str, judgement: Judgement, note: str) -> Finding:
-        whole = (judgement.measured, judgement.allowed)
-        row = (judgement.worst_row, judgement.worst_allowed)
-        # The place that decides: the one with the larger share of its allowance.
-        measured, allowed = max(whole, row, key=lambda pair: pair[0] / pair[1])
-        return self.finding(
-            quantity,
-            "pass" if judgement.passed else "fail",
-            measured=measured,
-            allowed=allowed,
-            worst_row=judgement.row,
-            note=note,
-        )
-
-
 def _unbuilt(found: Found, *, odd: bool, reason: str) -> Finding:
-    about = _About(found.name, "odd" if odd else "default", THE_CLASS, "fp32")
+    about = About(found.name, "odd" if odd else "default", THE_CLASS, "fp32")
     return about.finding("all", "not_run", note=f"not built: {reason}")
 
 
@@ -248,15 +204,3 @@ def _note(setting: Setting, case: ExpertsCase) -> str:
     before = case.scalars()
     changes = [f"{name} {before[name]:g} -> {value:g}" for name, value in setting.scalars.items()]
     return f"after a first run, {', '.join(changes)}"
-
-
-def _verdict_of(error: BaseException, implementation: str, provider: ModelProvider) -> Verdict:
-    if isinstance(error, ImportError):
-        return "not_run"
-    return "unsupported" if provider.refuses(error, implementation) else "fail"
-
-
-def _spell(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).strip().splitlines()]
-    text = f"{type(error).__name__}: {' · '.join(lines)}".strip(": ")
-    return text if len(text) <= NOTE_LENGTH else f"{text[: NOTE_LENGTH - 1]}…"

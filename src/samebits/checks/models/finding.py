@@ -4,11 +4,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
 
-Verdict = Literal["pass", "fail", "unsupported", "not_run"]
+from samebits.checks.result import Verdict
+
 # Worst last: a group of findings shows its worst verdict.
-VERDICTS: tuple[Verdict, ...] = ("pass", "unsupported", "not_run", "fail")
+_BY_SEVERITY: tuple[Verdict, ...] = ("pass", "unsupported", "not_run", "fail")
 # Cases that need the fewest words come first.
 _PLAINEST = ("default", "oracle", "odd", "dropped")
 
@@ -70,7 +70,7 @@ class Finding:
 
 def worst(findings: Sequence[Finding]) -> Finding:
     """Return the finding that tells most: the worst verdict, in the plainest case, furthest off."""
-    return max(findings, key=lambda f: (VERDICTS.index(f.verdict), -_rank(f.case), f.severity))
+    return max(findings, key=lambda f: (_BY_SEVERITY.index(f.verdict), -_rank(f.case), f.severity))
 
 
 def _rank(case: str) -> int:

@@ -1,4 +1,13 @@
-"""Judge whole language models: what an experts implementation costs in log-probability."""
+"""Judge whole language models: what an experts implementation costs in log-probability.
+
+| case | what is judged |
+| --- | --- |
+| language_model | log p of every target token against the error budget |
+| control | the same with each sequence on its own: one implementation at another batch size |
+
+A signed mean hides everything, so the figures are mean |Δ|, p95, p99, max and the share of tokens
+whose probability moves by a tenth or more.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,7 +15,23 @@ import torch
 from torch import Tensor
 
 from samebits.checks.models.finding import Finding
-from samebits.checks.models.protocol import LanguageBuilder, ModelProvider
+from samebits.checks.models.outcome import THE_CLASS, About, spell, verdict_of
+from samebits.checks.models.protocol import (
+    FOREIGN_ERRORS,
+    LanguageBuilder,
+    LanguageCase,
+    ModelProvider,
+    UnbuildableError,
+)
+from samebits.problem import DTYPE_NAMES
+from samebits.testing.numerics import judge
+
+CASE, CONTROL = "language_model", "control"
+QUANTITY = "log_probs"
+# Nats that ablating the experts must cost; below, the model says nothing about its experts.
+ABLATION = 0.5
+# exp(Δ) outside these bounds moves a token's probability by a tenth or more.
+_BOUNDS = (0.9, 1.1)
 
 
 def judge_language(
@@ -15,4 +40,73 @@ def judge_language(
     implementations: Sequence[str],
     dtypes: Sequence[torch.dtype],
 ) -> Iterator[Finding]:
-    yield from ()
+    """Build one language model and yield every finding about it.
+
+    Determinism: repeatable; parameters and tokens have fixed seeds.
+    """
+    about = About(builder.name, CASE, THE_CLASS, "fp32")
+    try:
+        case = builder.build()
+    except UnbuildableError as error:
+        yield about.finding("all", "not_run", note=f"not built: {error}")
+        return
+    if case.ablation < ABLATION:
+        note = f"ablating the experts costs {case.ablation:.2f} nats, less than {ABLATION}"
+        yield about.finding("all", "not_run", note=note)
+        return
+    for dtype in dtypes:
+        yield from _judge_dtype(builder.name, case, provider, implementations, dtype)
+
+
+def _judge_dtype(
+    name: str,
+    case: LanguageCase,
+    provider: ModelProvider,
+    implementations: Sequence[str],
+    dtype: torch.dtype,
+) -> Iterator[Finding]:
+    about = About(name, CASE, THE_CLASS, DTYPE_NAMES[dtype])
+    try:
+        exact, plain = case.exact(dtype), case.plain(dtype)
+    except FOREIGN_ERRORS as error:
+        yield about.finding("all", "not_run", note=f"no oracle or plain loop: {spell(error)}")
+        return
+    for implementation in implementations:
+        about = about._replace(implementation=implementation, evidence=None, case=CASE)
+        try:
+            whole, evidence = case.run(implementation, dtype)
+            split, _ = case.run(implementation, dtype, split=True)
+            flips = case.flips(implementation, dtype)
+        except FOREIGN_ERRORS as error:
+            yield about.finding("all", verdict_of(error, implementation, provider), note=spell(error))
+            continue
+        about = about._replace(evidence=evidence)
+        values = figures(whole, exact) | {
+            "ablation": case.ablation,
+            "flips": flips.flipped,
+            "choices": flips.choices,
+        }
+        yield about.judged(QUANTITY, judge(whole, plain, exact, dtype), _note(values), values)
+        values = figures(split, whole)
+        yield about._replace(case=CONTROL).judged(
+            QUANTITY, judge(split, plain, exact, dtype), _note(values), values
+        )
+
+
+def figures(log_probs: Tensor, exact: Tensor) -> dict[str, float]:
+    """Return mean, p95, p99 and max of |Δ log p|, and the share of exp(Δ) outside [0.9, 1.1]."""
+    change = log_probs.double() - exact.double()
+    size = change.abs().flatten()
+    ratio = change.exp()
+    outside = (ratio < _BOUNDS[0]) | (ratio > _BOUNDS[1]) | ratio.isnan()
+    return {
+        "mean": float(size.mean()),
+        "p95": float(size.quantile(0.95)),
+        "p99": float(size.quantile(0.99)),
+        "max": float(size.max()),
+        "outside_share": float(outside.double().mean()),
+    }
+
+
+def _note(values: dict[str, float]) -> str:
+    return f"mean |Δ log p| {values['mean']:.1e} nats, max {values['max']:.1e}"

@@ -117,28 +117,42 @@ class ExpertsCase(Protocol):
         """Run the plain loop in ``dtype``: what the error budget is measured against."""
 
 
-class LanguageCase(Protocol):
-    """One whole tiny language model, whose experts carry at least ``ablation`` nats."""
+class Scored(NamedTuple):
+    """Log-probabilities of the target tokens, ``(B, S)`` fp64, and how they came about."""
 
-    @property
-    def name(self) -> str:
-        """``<model>.<Class>`` of the language model."""
+    log_probs: Tensor
+    evidence: Evidence
+
+
+class Flips(NamedTuple):
+    """Routing choices (one per token and layer) that differ from the oracle's, of how many."""
+
+    flipped: int
+    choices: int
+
+
+class LanguageCase(Protocol):
+    """One whole tiny language model, whose experts decide at least half a nat.
+
+    Every run but ``flips`` replays the routing of the oracle, ids and probabilities, so that one
+    choice that tips over cannot hide (or stand for) an error of the experts.
+    """
 
     @property
     def ablation(self) -> float:
         """Mean |Δ log p| in nats where the experts' outputs are set to 0."""
 
-    def exact(self) -> Tensor:
-        """Return the oracle's log-probability of each target token, ``(B, S)`` fp64."""
+    def exact(self, dtype: torch.dtype) -> Tensor:
+        """Return the log-probabilities in fp64, of the parameters rounded to ``dtype``."""
 
     def plain(self, dtype: torch.dtype) -> Tensor:
-        """Return the same with the plain loop as experts, in ``dtype``, on the oracle's routing."""
+        """Return them in ``dtype`` with the plain loop as experts."""
 
-    def run(self, implementation: str, dtype: torch.dtype, *, split: bool = False) -> Tensor:
-        """Return the same by one implementation; ``split`` runs each sequence on its own."""
+    def run(self, implementation: str, dtype: torch.dtype, *, split: bool = False) -> Scored:
+        """Return them in ``dtype`` by one implementation; ``split`` runs each sequence alone."""
 
-    def flips(self, implementation: str, dtype: torch.dtype) -> tuple[int, int]:
-        """Return how many routing choices differ from the oracle's where nothing is replayed."""
+    def flips(self, implementation: str, dtype: torch.dtype) -> Flips:
+        """Return how often the model's own router chooses other experts than the oracle's."""
 
 
 class Found(Protocol):

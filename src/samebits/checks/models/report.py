@@ -5,10 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple, TypeVar
 
-from samebits.checks.models.finding import Finding, Verdict, worst
+from samebits.checks.models.finding import Finding, worst
+from samebits.checks.result import Verdict, plain_table
 
 _ITEM = TypeVar("_ITEM")
-_MOST_FAILURES = 40
+# Cases whose failure needs no further word in the table.
+_WHOLE = ("default", "oracle", "language_model")
 
 
 class Cell(NamedTuple):
@@ -27,8 +29,8 @@ def cell(findings: Sequence[Finding]) -> Cell:
     verdicts = {finding.verdict for finding in findings}
     if "fail" in verdicts:
         bad = worst(findings)
-        size = "error" if bad.measured is None else f"{bad.measured:.1e}"
-        return Cell("fail", f"WRONG {size}")
+        size = "raises" if bad.measured is None else f"WRONG {bad.measured:.1e}"
+        return Cell("fail", size if bad.case in _WHOLE else f"{size} ({bad.case})")
     if "pass" in verdicts:
         refused = {f.case for f in findings if f.verdict == "unsupported"}
         whole = {f.case for f in findings if f.verdict == "pass"}
@@ -51,13 +53,8 @@ def table(findings: Iterable[Finding]) -> str:
     for model, row in groups.items():
         cells = tuple(cell(row[c]).text if c in row else "" for c in columns)
         alike.setdefault(cells, []).append(model)
-    lines = [("model", *columns)]
-    lines += [(_together(models), *cells) for cells, models in alike.items()]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    lines = [(_together(models), *cells) for cells, models in alike.items()]
+    return plain_table(("model", *columns), lines)
 
 
 def _together(models: Sequence[str]) -> str:
@@ -74,20 +71,27 @@ def failures(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return the table, each failure in a sentence, and the counts of verdicts."""
-    bad = failures(findings)
+    """Return the table, what is wrong, the reasons of refusals, and the counts of verdicts."""
     parts = [table(findings)]
-    if bad:
-        shown = [f"  {sentence(f)}" for f in bad[:_MOST_FAILURES]]
-        if len(bad) > len(shown):
-            shown.append(f"  … and {len(bad) - len(shown)} more (--json lists all)")
-        parts.append("\n".join(["wrong:", *shown]))
+    groups: dict[tuple[str, str, bool], list[Finding]] = {}
+    for finding in failures(findings):
+        key = (finding.implementation, finding.case, finding.measured is None)
+        groups.setdefault(key, []).append(finding)
+    if groups:
+        parts.append("\n".join(["wrong:", *map(_together_wrong, groups.values())]))
     parts += _refusals(findings)
     counts = {verdict: 0 for verdict in ("pass", "fail", "unsupported", "not_run")}
     for finding in findings:
         counts[finding.verdict] += 1
     parts.append(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     return "\n\n".join(parts)
+
+
+def _together_wrong(group: Sequence[Finding]) -> str:
+    """Return the worst of failures that are alike in a sentence, and the names of the others."""
+    first = worst(group)
+    others = [finding.model.rpartition(".")[2] for finding in group if finding is not first]
+    return f"  {sentence(first)}" + (f"\n    also {', '.join(others)}" if others else "")
 
 
 def _refusals(findings: Sequence[Finding]) -> list[str]:
@@ -111,6 +115,8 @@ def sentence(finding: Finding) -> str:
         return f"{where}: {finding.note}"
     by_arguments = " (by its arguments)" if finding.evidence == "arguments" else ""
     row = "" if finding.worst_row is None else f", worst row {finding.worst_row}"
+    if "mean" in finding.figures:
+        row += f", mean |Δ log p| {finding.figures['mean']:.2g} nats"
     return (
         f"{where}: {finding.quantity} off by {finding.measured:.1e}, "
         f"allowed {finding.allowed:.1e}{row}{by_arguments}"

@@ -109,7 +109,7 @@ class TinyExperts:
         module.config._experts_implementation = implementation
         if dropped:
             _expect_dropped(module)
-        context, evidence = _kernel(implementation)
+        context, evidence = kernel(implementation)
         with context:
             if implementation == SAMEBITS:
                 attach(module)
@@ -245,7 +245,8 @@ def _set(module: nn.Module, scalars: Mapping[str, float]) -> None:
         tiny.set_scalar(module, name, value)
 
 
-def _kernel(implementation: str) -> tuple[AbstractContextManager[None], Evidence]:
+def kernel(implementation: str) -> tuple[AbstractContextManager[None], Evidence]:
+    """Return the context in which an implementation's kernel runs, and what that shows."""
     if implementation == "sonicmoe" and not sonicmoe_runs_here():
         return sonicmoe_stand_in(), "arguments"
     return nullcontext(), "run"

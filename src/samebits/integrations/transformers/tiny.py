@@ -122,7 +122,7 @@ def build(found: ExpertsClass, sizes: Sizes, *, spread: float = _SPREAD) -> nn.M
     module = found.experts(config, **arguments)
     if dimensions(module) != (sizes.E, sizes.H, sizes.F):
         raise UnbuildableError(f"{found.name} does not take the sizes {sizes}")
-    _fill(module, max([spread, *(_BEYOND_LIMIT * limit for limit in limits(module).values())]))
+    fill(module, spread=spread)
     return module
 
 
@@ -210,10 +210,14 @@ def _is_config(value: object) -> bool:
     )
 
 
-def _fill(module: nn.Module, spread: float) -> None:
-    """Fill parameters so that z has standard deviation ``spread`` and y about that of h."""
+def fill(module: nn.Module, *, spread: float = _SPREAD, seed: int = 1) -> None:
+    """Fill parameters at random so that limits bind and y is about as large as h; see ``build``.
+
+    Determinism: a function of its arguments.
+    """
+    spread = max([spread, *(_BEYOND_LIMIT * limit for limit in limits(module).values())])
     size = dimensions(module)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)

@@ -6,7 +6,7 @@ from torch import Tensor
 from samebits.activation import Activation
 from samebits.backends import check_name
 from samebits.backends.call import Call
-from samebits.backends.operator import Options, run
+from samebits.backends.operator import Options, autocast_dtype, run
 from samebits.errors import must
 from samebits.problem import DTYPE_NAMES, ProbPlacement
 from samebits.routing import Routing
@@ -164,11 +164,8 @@ def _check_types(
 
 
 def _autocast(x: Tensor, weights: ExpertWeights) -> tuple[Tensor, ExpertWeights]:
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return x, weights
-    dtype = torch.get_autocast_dtype(device)
-    if x.dtype == torch.float64:
+    dtype = autocast_dtype(x.device)
+    if dtype is None or x.dtype == torch.float64:
         return x, weights
     return x.to(dtype), weights.map(lambda tensor: tensor.to(dtype))
 
@@ -200,8 +197,9 @@ def _check(
     for name, device in (("topk_ids", ids.device), ("gate_up", weights.gate_up.device), ("down", weights.down.device)):
         if device != x.device:
             raise ValueError(must(name, f"be on the device of x ({x.device})", device))
-    if weights.gated != activation.gated:
-        rows, columns = weights.gate_up.shape[1], weights.down.shape[2]
+    rows, columns = weights.gate_up.shape[1], weights.down.shape[2]
+    # As sizes, not as ``weights.gated``: torch 2.11 cannot compare symbolic truth values.
+    if rows != activation.columns * columns:
         rule = f"have {activation.columns} * F = {activation.columns * columns} rows for activation {activation.key}"
         raise ValueError(must("gate_up", rule, rows))
     if num_valid_tokens is not None:

@@ -138,13 +138,21 @@ def _check_ids(call: Call, num_experts: int) -> None:
         raise ValueError(must("topk_ids", rule, low if low < -1 else high))
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype to which autocast casts on ``device``; None where it is off."""
+    # torch refuses the question for the meta device.
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
 def outside_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which autocast is off for ``device``.
 
     Autocast stays on inside an operator and would narrow the fp32 products that rounding points
     ask for; what autocast means for a layer is decided once, before the operator.
     """
-    if not torch.is_autocast_enabled(device.type):
+    if autocast_dtype(device) is None:
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from samebits.backends.operator import outside_autocast
+from samebits.backends.operator import autocast_dtype, outside_autocast
 from samebits.errors import must
 
 # Rows per product: the work of one token, against the number of products of many.
@@ -69,9 +69,8 @@ class RowLinear(torch.nn.Linear):
 
         Determinism: see ``project``.
         """
-        device = input.device.type
-        if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device)
+        dtype = autocast_dtype(input.device)
+        if dtype is not None and input.dtype != torch.float64:
             bias = None if self.bias is None else self.bias.to(dtype)
             return project(input.to(dtype), self.weight.to(dtype), bias)
         return project(input, self.weight, self.bias)

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
+from samebits.backends.operator import autocast_dtype
 from samebits.errors import must
 from samebits.nn.experts import Experts
 from samebits.nn.linear import RowLinear, project
@@ -219,10 +220,8 @@ class MoE(nn.Module):
 
 
 def _working_dtype(x: Tensor) -> torch.dtype:
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return x.dtype
+    dtype = autocast_dtype(x.device)
+    return x.dtype if dtype is None or x.dtype == torch.float64 else dtype
 
 
 def _check_parts(

@@ -29,61 +29,56 @@ from samebits.weights import ExpertWeights
 ACTIVATION = Activation()
 
 
-def row_configs(block_n_most):
-    for block_r, block_n, block_k, warps, stages in [
-        (128, 256, 64, 8, 3),
-        (128, 256, 64, 8, 4),
-        (128, 128, 64, 4, 4),
-        (128, 128, 64, 8, 4),
-        (64, 256, 64, 4, 3),
-        (64, 256, 64, 8, 4),
-        (64, 128, 64, 4, 4),
-        (64, 128, 128, 4, 3),
-    ]:
-        if block_n <= block_n_most:
-            yield Config(
-                block_r=block_r, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages,
-                programs=132 * (1 if block_r * block_n >= 128 * 256 else 2),
-            )  # fmt: skip
+def rows(block_r, block_n, block_k, warps, stages, group=8):
+    programs = 132 if block_r * block_n >= 128 * 256 else 264 if block_r * block_n >= 64 * 128 else 528
+    return Config(
+        block_r=block_r, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages,
+        group=group, programs=programs,
+    )  # fmt: skip
 
 
-def swap_configs(block_rs):
-    for block_r in block_rs:
-        for block_n, block_k, warps, stages in [
-            (64, 128, 4, 4),
-            (64, 256, 4, 3),
-            (64, 64, 4, 6),
-            (128, 64, 4, 4),
-            (128, 64, 8, 4),
-            (128, 128, 4, 3),
-            (128, 128, 8, 4),
-        ]:
-            yield Config(
-                block_r=block_r, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages,
-                swap=True, group=1, programs=1 << 20,
-            )  # fmt: skip
+def streamed(block_r, block_n, block_k, warps, stages, swap):
+    return Config(
+        block_r=block_r, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages,
+        swap=swap, group=1, programs=1 << 20,
+    )  # fmt: skip
 
 
-def small_grid_configs():
-    # Weights as the second operand in 16- and 32-row tiles: mma.sync, many programs.
-    for block_n, block_k, stages in [(32, 128, 5), (32, 256, 4), (64, 128, 5)]:
-        yield Config(
-            block_r=16, block_n=block_n, block_k=block_k, num_warps=4, num_stages=stages,
-            group=1, programs=1 << 20,
-        )  # fmt: skip
+ROWS = [
+    rows(128, 256, 64, 8, 3),
+    rows(128, 256, 64, 8, 3, 4),
+    rows(128, 256, 64, 8, 3, 16),
+    rows(128, 256, 64, 8, 4),
+    rows(128, 128, 64, 4, 4),
+    rows(128, 128, 64, 8, 4),
+    rows(64, 256, 64, 4, 4),
+    rows(64, 256, 64, 8, 4),
+    rows(64, 256, 64, 8, 4, 16),
+    rows(64, 256, 64, 8, 3),
+    rows(64, 128, 64, 4, 4),
+    rows(64, 128, 128, 4, 3),
+    rows(256, 128, 64, 8, 3),
+]
+SWAPPED = {
+    16: [(64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 8, 4), (128, 128, 4, 3), (128, 128, 8, 4), (256, 64, 8, 4)],
+    32: [(64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 5), (128, 64, 8, 4), (128, 128, 4, 3), (128, 128, 8, 4), (256, 64, 8, 4)],
+    64: [(128, 64, 4, 4), (128, 64, 8, 5), (128, 128, 4, 3), (128, 128, 8, 4), (128, 128, 8, 3), (256, 64, 8, 4)],
+    128: [(128, 64, 8, 4), (256, 64, 8, 3), (256, 64, 8, 4)],
+}  # fmt: skip
+SMALL = [streamed(16, n, k, 4, s, swap=False) for n, k, s in [(32, 128, 5), (32, 256, 4), (64, 128, 5)]]
 
 
 def candidates(rows_per_expert):
-    found = []
-    if rows_per_expert <= 16:
-        found += [*swap_configs([16]), *small_grid_configs()]
-    elif rows_per_expert <= 48:
-        found += [*swap_configs([16, 32, 64])]
-    elif rows_per_expert <= 160:
-        found += [*swap_configs([64]), *row_configs(256)]
-    else:
-        found += [*row_configs(256)]
-    return found
+    swapped = {r: [streamed(r, *shape, swap=True) for shape in shapes] for r, shapes in SWAPPED.items()}
+    if rows_per_expert <= 6:
+        return [*swapped[16], *SMALL]
+    if rows_per_expert <= 24:
+        return [*swapped[16], *swapped[32], *SMALL]
+    if rows_per_expert <= 40:
+        return [*swapped[32], *swapped[64]]
+    if rows_per_expert <= 200:
+        return [*swapped[32][2:], *swapped[64], *swapped[128], *ROWS]
+    return [*swapped[128], *ROWS]
 
 
 class Case:
@@ -121,6 +116,11 @@ class Case:
         )
 
 
+def short(c):
+    form = "swap" if c.swap else "rows"
+    return f"{form} {c.block_r}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages} g{c.group}"
+
+
 def timed(function, sets, repeats):
     """Return the median ms of one call, over graph replays that rotate through the sets."""
     for which in range(sets):
@@ -147,15 +147,15 @@ def measure(name, tokens, weights, stage_only=None):
     problem = MODELS[name]
     sets = 4 if tokens <= 1024 else 1
     case = Case(problem, tokens, weights, sets)
-    rows = tokens * problem.K
-    found = candidates(rows / problem.E)
+    slots = tokens * problem.K
+    found = candidates(slots / problem.E)
     reference_h = [case.first(w, found[0]) for w in range(sets)]
     live = int(case.sets[0][2][-1])
     reference_y = case.second(0, found[0], reference_h)
     results = []
     for stage in ("first", "second"):
         rows_of_weights = 2 * problem.F if stage == "first" else problem.F
-        flop = 2 * rows * problem.H * rows_of_weights
+        flop = 2 * slots * problem.H * rows_of_weights
         byte = 2 * case.touched * problem.H * rows_of_weights
         for config in found:
             repeats = max(1, int(2e12 / max(flop, byte * 150)) // sets)
@@ -175,7 +175,7 @@ def measure(name, tokens, weights, stage_only=None):
                     raise
                 continue
             results.append({
-                "shape": name, "T": tokens, "stage": stage, "config": repr(config), "ms": ms,
+                "shape": name, "T": tokens, "stage": stage, "config": repr(config), "ms": ms, "block_r": config.block_r, "short": short(config),
                 "tflops": flop / ms / 1e9, "tbs": byte / ms / 1e9, "same_bits": same,
             })  # fmt: skip
     return results
@@ -202,7 +202,7 @@ def compile_share(index, count):
         gate_up=torch.zeros(2, 512, 512, device="cuda", dtype=torch.bfloat16),
         down=torch.zeros(2, 512, 256, device="cuda", dtype=torch.bfloat16),
     )
-    every = list(dict.fromkeys(c for n in (1, 40, 100, 1000) for c in candidates(n)))
+    every = list(dict.fromkeys(c for n in (1, 20, 40, 100, 1000) for c in candidates(n)))
     x = torch.zeros(4, 512, device="cuda", dtype=torch.bfloat16)
     permutation = Permutation.of(torch.zeros(4, 2, dtype=torch.int64, device="cuda"), 2)
     for config in every[index::count]:
@@ -243,15 +243,22 @@ def main():
             if time.time() - start > args.seconds:
                 print("out of time before", name, tokens)
                 break
-            rows = measure(name, tokens, weights)
-            results += rows
+            rows_ = measure(name, tokens, weights)
+            results += rows_
+            for block_r in sorted({r["block_r"] for r in rows_ if "ms" in r}):
+                best = {
+                    stage: min((r for r in rows_ if r["stage"] == stage and r.get("block_r") == block_r and "ms" in r), key=lambda r: r["ms"])
+                    for stage in ("first", "second")
+                }
+                total = sum(r["ms"] for r in best.values())
+                print(f"    block_r {block_r:4} {total:8.4f} ms  " + " | ".join(r["short"] for r in best.values()), flush=True)
             for stage in ("first", "second"):
-                good = sorted((r for r in rows if r["stage"] == stage and "ms" in r), key=lambda r: r["ms"])
+                good = sorted((r for r in rows_ if r["stage"] == stage and "ms" in r), key=lambda r: r["ms"])
                 bad = [r["config"] for r in good if not r["same_bits"]]
                 best = good[0]
                 print(
                     f"{name:13} T={tokens:<6}{stage:7}{best['ms']:8.4f} ms {best['tflops']:5.0f} TF {best['tbs']:5.2f} TB/s  "
-                    f"{best['config'][7:-1]}" + (f"  OTHER BITS {len(bad)}: {bad[:2]}" if bad else ""),
+                    f"{best['short']}" + (f"  OTHER BITS {len(bad)}: {bad[:2]}" if bad else ""),
                     flush=True,
                 )
             Path(args.out).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "rows": results}))

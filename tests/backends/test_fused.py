@@ -135,9 +135,9 @@ def test_every_entry_of_the_table_has_the_same_bits(dtype: str, orientation: str
         weights = inputs.weights.to_storage(orientation)
         permutation = Permutation.of(inputs.routing.topk_ids, problem.E)
         results = []
-        for pair in TABLE:
+        for entry in TABLE:
             for tma in (True, False):
-                first, second = (replace(c, tma=tma, block_r=pair[0].block_r) for c in pair)
+                first, second = (replace(c, tma=tma) for c in (entry.first, entry.second))
                 table = tiles(permutation.offsets.int(), 150 * problem.K, first.block_r)
                 slots = permutation.slots.int()
                 h, z = launch_first_projection(

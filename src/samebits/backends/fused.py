@@ -54,12 +54,10 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     first, second = heuristic(max(total, 1), problem.E)
     if problem.dtype == "fp32":
         first, second = (config.for_fp32() for config in (first, second))
-    block_r = first.block_r
-    second = second.with_rows(block_r)
     metadata = launch_metadata(
         call.topk_ids,
         problem.E,
-        block_r,
+        first.block_r,
         expert_start=problem.expert_start,
         num_valid_tokens=call.num_valid_tokens,
     )

@@ -1,6 +1,7 @@
 """Tile shapes of the projections; every one of them computes the same bits."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,23 +31,24 @@ class Config:
             self, block_r=min(self.block_r, 64), block_n=64, block_k=32, num_stages=2, num_warps=4
         )
 
-    def with_rows(self, block_r: int) -> "Config":
-        """Return the tile with another number of rows, that of the tile table in use."""
-        return replace(self, block_r=block_r)
 
-
-def _rows(block_r: int, block_n: int, warps: int, stages: int, programs: int) -> Config:
+def _rows(block_r: int, block_n: int, warps: int, stages: int, *, group: int = 8) -> Config:
+    """Rows as the first operand, on a persistent grid: for arithmetic-bound sizes."""
     return Config(
         block_r=block_r,
         block_n=block_n,
         block_k=64,
         num_warps=warps,
         num_stages=stages,
-        programs=programs,
+        group=group,
+        programs=132 if block_r * block_n >= 128 * 256 else 264,
     )
 
 
-def _streamed(block_r: int, block_n: int, block_k: int, warps: int, stages: int, *, swap: bool) -> Config:
+def _streamed(
+    block_r: int, block_n: int, block_k: int, warps: int, stages: int, *, swap: bool = True
+) -> Config:
+    """One program for each weight tile: for sizes bound by reading weights."""
     return Config(
         block_r=block_r,
         block_n=block_n,
@@ -59,29 +61,28 @@ def _streamed(block_r: int, block_n: int, block_k: int, warps: int, stages: int,
     )
 
 
-# First and second projection; bf16 on an H200, Triton 3.6.0.
-TABLE: tuple[tuple[Config, Config], ...] = (
-    (
-        _streamed(16, 128, 128, 8, 4, swap=True),
-        _streamed(16, 64, 128, 4, 5, swap=False),
-    ),
-    (
-        _streamed(64, 128, 128, 8, 4, swap=True),
-        _streamed(64, 128, 128, 8, 4, swap=True),
-    ),
-    (
-        _rows(64, 256, 8, 4, 264),
-        _rows(64, 128, 4, 4, 264),
-    ),
-    (
-        _rows(128, 256, 8, 3, 132),
-        _rows(128, 256, 8, 3, 132),
-    ),
+class Entry(NamedTuple):
+    """Tiles of both projections up to a number of rows per expert."""
+
+    # Slots per expert at most, on average.
+    most: float
+    first: Config
+    second: Config
+
+
+# bf16 on an H200, Triton 3.6.0, from benchmarks/tune_indirect_gemm.py; both projections of an entry
+# have one block_r, that of the tile table. Every entry is proven to have the bits of the others
+# (tests/backends/test_fused.py). A 128×128×64 tile with swapped operands, 8 warps and 4 stages is
+# absent because it gave other bits in the first projection.
+TABLE: tuple[Entry, ...] = (
+    Entry(1.0, _streamed(16, 64, 256, 4, 3), _streamed(16, 64, 128, 4, 5, swap=False)),
+    Entry(10.0, _streamed(16, 128, 128, 4, 3), _streamed(16, 64, 128, 4, 5, swap=False)),
+    Entry(24.0, _streamed(32, 128, 128, 8, 4), _streamed(32, 128, 128, 8, 4)),
+    Entry(48.0, _streamed(64, 128, 128, 8, 4), _streamed(64, 256, 64, 8, 4)),
+    Entry(100.0, _rows(64, 256, 8, 4, group=16), _rows(64, 128, 4, 4)),
+    Entry(300.0, _streamed(128, 256, 64, 8, 4), _rows(128, 256, 8, 3)),
+    Entry(float("inf"), _rows(128, 256, 8, 4), _rows(128, 256, 8, 3)),
 )
-
-
-# Rows per expert up to which each entry is fastest.
-_MOST_ROWS = (24, 48, 200, float("inf"))
 
 
 def heuristic(rows: int, experts: int) -> tuple[Config, Config]:
@@ -90,4 +91,5 @@ def heuristic(rows: int, experts: int) -> tuple[Config, Config]:
     Determinism: pure function of its arguments; no choice changes bits.
     """
     per_expert = rows / experts
-    return next(e for most, e in zip(_MOST_ROWS, TABLE, strict=True) if per_expert <= most)
+    entry = next(entry for entry in TABLE if per_expert <= entry.most)
+    return entry.first, entry.second

@@ -48,7 +48,7 @@ def tokens(count: int = TOKENS, dtype: torch.dtype = torch.float32, seed: int = 
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _router(experts: int = EXPERTS, **options: Any) -> Router:
+def make_router(experts: int = EXPERTS, **options: Any) -> Router:
     rule = RoutingRule(topk=TOPK, score="sigmoid", renormalize=True, scaling_factor=1.5)
     return Router(**({"hidden_size": HIDDEN, "num_experts": experts, "rule": rule} | options))
 
@@ -60,7 +60,7 @@ def _shared(**options: Any) -> Experts:
 
 def _whole(dtype: torch.dtype | None = None) -> MoE:
     return MoE(
-        router=_router(EXPERTS + 2, bias=True, selection_bias=True, dtype=dtype),
+        router=make_router(EXPERTS + 2, bias=True, selection_bias=True, dtype=dtype),
         experts=make_experts(hidden_size=LATENT, **EXPERTS_OPTIONS["gpt-oss"], dtype=dtype),
         shared=_shared(dtype=dtype),
         shared_gate=True,
@@ -71,18 +71,18 @@ def _whole(dtype: torch.dtype | None = None) -> MoE:
 
 
 MOES: dict[str, Callable[[], MoE]] = {
-    "bare": lambda: MoE(router=_router(), experts=make_experts()),
-    "shared": lambda: MoE(router=_router(), experts=make_experts(), shared=_shared()),
+    "bare": lambda: MoE(router=make_router(), experts=make_experts()),
+    "shared": lambda: MoE(router=make_router(), experts=make_experts(), shared=_shared()),
     "gated-shared": lambda: MoE(
-        router=_router(), experts=make_experts(), shared=_shared(), shared_gate=True
+        router=make_router(), experts=make_experts(), shared=_shared(), shared_gate=True
     ),
     "latent": lambda: MoE(
-        router=_router(), experts=make_experts(hidden_size=LATENT), latent_size=LATENT
+        router=make_router(), experts=make_experts(hidden_size=LATENT), latent_size=LATENT
     ),
     "identity": lambda: MoE(
-        router=_router(EXPERTS + 2), experts=make_experts(), identity_experts=2
+        router=make_router(EXPERTS + 2), experts=make_experts(), identity_experts=2
     ),
-    "scaled": lambda: MoE(router=_router(), experts=make_experts(), routed_scaling=2.5),
+    "scaled": lambda: MoE(router=make_router(), experts=make_experts(), routed_scaling=2.5),
     "whole": _whole,
     "whole-bf16": lambda: _whole(torch.bfloat16),
 }

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.utils.checkpoint import checkpoint
+
 from layers import (
     COLUMNS,
     EXPERTS,
@@ -18,9 +21,6 @@ from layers import (
     make_routing,
     tokens,
 )
-from safetensors.torch import load_file, save_file
-from torch.utils.checkpoint import checkpoint
-
 from samebits import (
     Activation,
     ExpertWeights,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from activation_cases import (
     GPT_OSS,
     ROWS,
@@ -15,7 +16,6 @@ from activation_cases import (
     run_operator,
     wanted_of,
 )
-
 from samebits.ops.activation import Operands, Wanted, activate, activate_backward
 from samebits.ops.activation.tuning import candidates
 from samebits.testing.numerics import assert_bitwise_equal
@@ -24,15 +24,17 @@ from samebits.weights import Layout
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("case", [case._replace(columns=2880) for case in TILED_CASES], ids=str)
-def test_tiles_do_not_change_bits_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
+def test_tiles_do_not_change_bits_on_a_gpu(case: Case) -> None:
+    dtype = torch.bfloat16
     operands = make_operands(case, dtype, rows=ROWS * 30)
     dh = make_dh(operands, case)
-    expected = run_launchers(None, "cuda")(operands, dh, case)
+    expected = run_launchers(None, "cuda", torch.bfloat16)(operands, dh, case)
 
-    for config in candidates(case.columns, dtype.itemsize, backward=True):
-        for name, value in run_launchers(config, "cuda")(operands, dh, case).items():
+    for config in candidates(case.columns, dtype.itemsize, backward=True)[::3]:
+        for name, value in run_launchers(config, "cuda", torch.bfloat16)(
+            operands, dh, case
+        ).items():
             assert_bitwise_equal(value, expected[name], f"{name} {config}")
 
 
@@ -61,7 +63,7 @@ def test_cuda_graph_replays_with_new_values_and_a_new_count() -> None:
     case = Case(GPT_OSS, Layout(interleave=1), bias="experts", probs=True, count=True)
     operands = move(make_operands(case, torch.bfloat16), "cuda")
     dh = make_dh(operands, case).cuda()
-    run = run_operator("cuda")
+    run = run_operator("cuda", torch.bfloat16)
     run(operands, dh, case)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-from activation_cases import GPT_OSS, Case, make_dh, make_operands, wanted_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from activation_cases import GPT_OSS, Case, make_dh, make_operands, wanted_of
 from samebits.activation import Activation
 from samebits.errors import UnsupportedError
 from samebits.ops.activation import Operands, Wanted, activate, activate_backward

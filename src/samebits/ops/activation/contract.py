@@ -5,6 +5,7 @@ Options enter as the keys of Activation and Layout; a limit or an offset that mu
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -70,15 +71,24 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _neighbours(rows: Tensor) -> Tensor:
+    """Return ``rows`` with the elements of a row side by side: one copy at most."""
+    return rows if rows.shape[-1] == 1 or rows.stride(-1) == 1 else rows.contiguous()
+
+
 def _unpack(arguments: tuple[Any, ...]) -> tuple[Operands, Activation, Layout]:
     z, *rest = arguments[:6]
-    # One copy at most, and only where elements of a row are not neighbours.
-    z = z if z.shape[-1] == 1 or z.stride(-1) == 1 else z.contiguous()
-    return Operands(z, *rest), Activation.parse(arguments[6]), Layout.parse(arguments[7])
+    # Side operands are small, and expanded ones have strides that the kernels do not take.
+    rest = [None if tensor is None else tensor.contiguous() for tensor in rest]
+    operands = Operands(_neighbours(z), *rest)
+    return operands, Activation.parse(arguments[6]), Layout.parse(arguments[7])
 
 
-def _neighbours(dh: Tensor) -> Tensor:
-    return dh if dh.shape[-1] == 1 or dh.stride(-1) == 1 else dh.contiguous()
+def _device_of(z: Tensor) -> AbstractContextManager[None]:
+    """Return a context in which kernels start on the device of ``z``."""
+    if z.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(z.device)
 
 
 @torch.library.impl("samebits::activation_forward", "cpu")
@@ -92,7 +102,8 @@ def _forward_cpu(*arguments: Any) -> Tensor:
 def _forward_cuda(*arguments: Any) -> Tensor:
     from samebits.ops.activation import kernel
 
-    return kernel.launch_activation_forward(*_unpack(arguments))
+    with _device_of(arguments[0]):
+        return kernel.launch_activation_forward(*_unpack(arguments))
 
 
 @torch.library.register_fake("samebits::activation_forward")  # type: ignore[untyped-decorator]
@@ -123,9 +134,10 @@ def _backward_cuda(dh: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor,
 
     wanted = Wanted(*arguments[8:])
     operands, activation, layout = _unpack(arguments[:8])
-    result = kernel.launch_activation_backward(
-        _neighbours(dh), operands, activation, layout, wanted
-    )
+    with _device_of(dh):
+        result = kernel.launch_activation_backward(
+            _neighbours(dh), operands, activation, layout, wanted
+        )
     return _pack(result)
 
 

@@ -1,7 +1,6 @@
 """The activation in every tier: CPU operator, kernels in the interpreter, kernels on a GPU."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,14 +30,6 @@ from samebits.ops.activation import Operands, Wanted, activate
 from samebits.ops.activation.tuning import Config, block_columns
 from samebits.testing.numerics import assert_bitwise_equal, assert_within_budget
 from samebits.weights import Layout
-
-
-@pytest.fixture(autouse=True)
-def nan_memory() -> Iterator[None]:
-    """Fill fresh memory with NaN, so that an element that is not written shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(("run", "case"), RUNS)

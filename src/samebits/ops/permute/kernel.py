@@ -11,8 +11,8 @@ ranks its own slots by a running sum. Of many slots it is two: the histogram of 
 then every block sorts its slots by (expert, slot) and places them behind those of the blocks before
 it. No order is decided by atomics across programs, and nothing waits for the host.
 
-Gather and sum are token-major: a program owns columns of one token, all of them where dp is wanted.
-Terms and sums are fp32; dp adds sums of 64 columns in ascending order, whatever the tile.
+Gather and sum are token-major: a program owns columns of a token, all of them where dp is wanted.
+Sums are fp32; dp adds sums of 64 columns in ascending order, whatever the tile.
 """
 
 import torch
@@ -61,12 +61,12 @@ def _write_tiles(
         tl.store(tiles_ptr, tl.sum(tiles, 0))
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R", "topk", "expert_start", "E"])
 def _few_metadata_kernel(
     ids_ptr, num_valid_ptr,
     slots_ptr, offsets_ptr, inverse_ptr, tile_expert_ptr, tile_row_ptr, tile_end_ptr, tiles_ptr,
-    R, topk, expert_start,
-    E: tl.constexpr, BINS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_R: tl.constexpr,
+    R, topk, expert_start, E,
+    BINS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     # Programs 0 … E - 1 own an expert, program E the dropped slots.
     expert = tl.program_id(0)
@@ -92,10 +92,10 @@ def _few_metadata_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["R", "chunks"])
+@triton.jit(do_not_specialize=["R", "topk", "expert_start", "E", "chunks"])
 def _histogram_kernel(
-    ids_ptr, num_valid_ptr, histogram_ptr, R, topk, expert_start, chunks,
-    E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+    ids_ptr, num_valid_ptr, histogram_ptr, R, topk, expert_start, E, chunks,
+    BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     counts = tl.zeros([BINS], tl.int32)
@@ -107,12 +107,12 @@ def _histogram_kernel(
     tl.store(histogram_ptr + block * BINS + tl.arange(0, BINS), counts)
 
 
-@triton.jit(do_not_specialize=["R", "chunks", "blocks"])
+@triton.jit(do_not_specialize=["R", "topk", "expert_start", "E", "chunks", "blocks"])
 def _place_kernel(
     ids_ptr, num_valid_ptr, histogram_ptr,
     slots_ptr, offsets_ptr, inverse_ptr, tile_expert_ptr, tile_row_ptr, tile_end_ptr, tiles_ptr,
-    R, topk, expert_start, chunks, blocks,
-    E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, STRIP: tl.constexpr,
+    R, topk, expert_start, E, chunks, blocks,
+    BINS: tl.constexpr, CHUNK: tl.constexpr, STRIP: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     # Programs may outnumber blocks: the rest only write tiles.
@@ -161,11 +161,11 @@ def _place_kernel(
         tl.store(offsets_ptr + E, tl.sum(held, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E"])
 def _tiles_kernel(
     offsets_ptr,
     tile_expert_ptr, tile_row_ptr, tile_end_ptr, tiles_ptr,
-    E: tl.constexpr, BINS: tl.constexpr, BLOCK_R: tl.constexpr,
+    E, BINS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     experts = tl.arange(0, BINS)
@@ -306,7 +306,6 @@ def _sum_kernel(
 
 
 def _bins(num_local: int) -> int:
-    """Return the power of two that holds every expert and one bin for dropped slots."""
     return max(16, triton.next_power_of_2(num_local + 1))
 
 
@@ -344,28 +343,26 @@ def launch_sort(
     if total == 0:
         return buffer.zero_()
     metadata = tuning.unpack(buffer, total, num_local, block_r)
-    inputs = (ids, num_valid_tokens)
     outputs = (*metadata[:3], *metadata.tiles)
-    sizes = {"E": num_local, "BINS": _bins(num_local)}
+    sizes = (total, topk, expert_start, num_local)
+    bins = _bins(num_local)
     if total <= tuning.FEW_SLOTS:
         slots = tuning.slots_of_few(total)
         _few_metadata_kernel[(num_local + 1,)](
-            *inputs, *outputs, total, topk, expert_start,
-            **sizes, SLOTS=slots, BLOCK_R=block_r,
-            num_warps=8 if slots >= 4096 else 4, enable_fp_fusion=False,
+            ids, num_valid_tokens, *outputs, *sizes, BINS=bins, SLOTS=slots, BLOCK_R=block_r,
+            num_warps=max(4, slots // 512), enable_fp_fusion=False,
         )  # fmt: skip
         return buffer
-    sizes["CHUNK"] = tuning.CHUNK
     chunks = tuning.chunks_per_program(total)
     blocks = triton.cdiv(total, chunks * tuning.CHUNK)
-    histogram = torch.empty(blocks, sizes["BINS"], dtype=torch.int32, device=ids.device)
+    histogram = torch.empty(blocks, bins, dtype=torch.int32, device=ids.device)
     _histogram_kernel[(blocks,)](
-        *inputs, histogram, total, topk, expert_start, chunks,
-        **sizes, num_warps=4, enable_fp_fusion=False,
+        ids, num_valid_tokens, histogram, *sizes, chunks, BINS=bins, CHUNK=tuning.CHUNK,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     _place_kernel[(max(blocks, min(num_local, 128)),)](
-        *inputs, histogram, *outputs, total, topk, expert_start, chunks, blocks,
-        **sizes, STRIP=max(4, 8192 // sizes["BINS"]), BLOCK_R=block_r,
+        ids, num_valid_tokens, histogram, *outputs, *sizes, chunks, blocks,
+        BINS=bins, CHUNK=tuning.CHUNK, STRIP=max(4, 4096 // bins), BLOCK_R=block_r,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return buffer
@@ -381,14 +378,14 @@ def launch_tiles(offsets: Tensor, total: int, block_r: int) -> Tiles:
     expert, row, end = torch.empty(3, -(-most // 4) * 4, dtype=torch.int32, device=offsets.device)
     tiles = Tiles(expert[:most], row[:most], end[:most], offsets.new_empty(1))
     _tiles_kernel[(num_local,)](
-        offsets, *tiles, E=num_local, BINS=_bins(num_local), BLOCK_R=block_r,
+        offsets, *tiles, num_local, BINS=_bins(num_local), BLOCK_R=block_r,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return tiles
 
 
 def _scratch(like: Tensor, topk: int, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return the sums of 64 columns and dp, both unwritten, of ``like`` (T, H); None if not wanted."""
+    """Return the sums of 64 columns and dp, unwritten, of ``like`` (T, H); None if not wanted."""
     if not wanted:
         return None, None
     tokens, hidden = like.shape

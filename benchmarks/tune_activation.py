@@ -1,9 +1,9 @@
 """Time the activation over the model shapes as a fraction of the copy floor; check equal bits.
 
-    python benchmarks/tune_activation.py [--shapes …] [--tokens 4096,16384] [--candidates] [--out FILE]
+    python benchmarks/tune_activation.py [--shapes …] [--tokens …] [--candidates] [--out FILE]
 
-Prints one line per cell for the heuristic tile (and each candidate with ``--candidates``, which must
-have its bits). The floor is every byte that has to move once, at ``--bandwidth`` TB/s.
+Prints one line per cell for the heuristic tile (and each candidate with ``--candidates``, which
+must have its bits). The floor is every byte that has to move once, at ``--bandwidth`` TB/s.
 """
 
 import argparse
@@ -120,10 +120,11 @@ def main():
                         shape, tokens, variant, backward, options.candidates, options.bandwidth
                     ):
                         rows.append(row)
+                        bits = "" if row["same_bits"] else " OTHER BITS"
+                        config = row["config"] if options.candidates else ""
                         print(
-                            f"{shape:13} {tokens:6} {variant:17} {row['pass']:8} {row['ms']:8.4f} ms "
-                            f"{row['floor']:.2f} of floor{'' if row['same_bits'] else ' OTHER BITS'} "
-                            f"{row['config'] if options.candidates else ''}",
+                            f"{shape:13} {tokens:6} {variant:17} {row['pass']:8}"
+                            f" {row['ms']:8.4f} ms {row['floor']:.2f} of floor{bits} {config}",
                             flush=True,
                         )
     if options.out:

@@ -346,13 +346,11 @@ def program(x, c):
     return F.clamped_swiglu(x * c, c + 0.125) * c + F.clamped_swiglu(x, c)
 compiled = torch.compile(program, fullgraph=True)
 for value in map(float, sys.argv[2:]):
-    for grad in (False, True):
-        leaves = [torch.full((1, 4), 0.75, device=sys.argv[1], requires_grad=grad) for _ in "ab"]
-        outs = [f(leaf, value) for f, leaf in zip((program, compiled), leaves)]
-        assert torch.equal(*outs), (value, grad)
-        if grad:
-            grads = [torch.autograd.grad(o.sum(), leaf)[0] for o, leaf in zip(outs, leaves)]
-            assert torch.equal(*grads), (value, grad)
+    leaves = [torch.full((1, 4), 0.75, device=sys.argv[1], requires_grad=True) for _ in "ab"]
+    outs = [f(leaf, value) for f, leaf in zip((program, compiled), leaves)]
+    assert torch.equal(*outs), value
+    grads = [torch.autograd.grad(out.sum(), leaf)[0] for out, leaf in zip(outs, leaves)]
+    assert torch.equal(*grads), value
 """
 
 
@@ -365,7 +363,7 @@ def test_no_stale_scalar_in_a_second_process_with_a_warm_cache(device: str, tmp_
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
     }
-    for values in (("1.0", "0.5", "0.25", "1.0"), ("0.25", "2.0", "1.0", "0.5")):
+    for values in (("1.0", "0.5", "0.25"), ("0.25", "1.0", "0.5")):
         command = [sys.executable, "-c", SECOND_PROCESS, device, *values]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

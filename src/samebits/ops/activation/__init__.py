@@ -7,7 +7,8 @@ from torch import Tensor
 
 from samebits.activation import Activation
 from samebits.errors import UnsupportedError, must
-from samebits.ops.activation.contract import Backward, Operands, Wanted, backward, run
+from samebits.ops.activation.contract import backward, run
+from samebits.ops.activation.operands import Backward, Operands, Wanted
 from samebits.weights import Layout
 
 __all__ = ["Backward", "Operands", "Wanted", "activate", "activate_backward", "validate"]

@@ -24,7 +24,7 @@ from torch import Tensor
 from samebits.activation import Activation
 from samebits.ops._triton.columns import load_gate_up, store_gate_up
 from samebits.ops._triton.rows import expert_of_row, sum_ascending, sum_of_64_columns
-from samebits.ops.activation.contract import Backward, Operands, Wanted
+from samebits.ops.activation.operands import Backward, Operands, Wanted
 from samebits.ops.activation.tiles import (
     TileOptions,
     act_tile,

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from samebits import activation as act
 from samebits.activation import Activation
-from samebits.ops.activation.contract import Backward, Operands, Wanted, wide_dtype
+from samebits.ops.activation.operands import Backward, Operands, Wanted, wide_dtype
 from samebits.weights import Layout
 
 # Elements of h per block and thread: large enough to hide the cost of a call, small enough for L2.

@@ -1,4 +1,4 @@
-"""What holds for every test: one tier, one seed, poisoned memory, no network, skips that are counted."""
+"""What holds for every test: one tier, one seed, poisoned memory, no network, counted skips."""
 
 import os
 import random
@@ -71,7 +71,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Fill the memory that the package takes uninitialised with NaN, so that a forgotten write shows."""
+    """Fill memory that the package takes uninitialised with NaN: a forgotten write shows."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, names in (
             (torch, ("empty", "empty_like", "empty_strided")),

@@ -1,7 +1,7 @@
 """The command line: ``samebits check NAME | explain | env | demo``.
 
 Commands are modules with ``add_arguments(parser)`` and ``main(arguments) -> int`` (see
-``samebits.checks``), imported when they are chosen: a check needs what it needs, not what others do.
+``samebits.checks``), imported when they are chosen: none needs what another needs.
 """
 
 import argparse
@@ -23,7 +23,7 @@ COMMANDS: Mapping[str, str] = {
 }
 _QUESTIONS = {
     "check": "Does a layer compute what it should?",
-    "explain": "Which backends run this problem, why not the others, and what to do instead?",
+    "explain": "Which backends run a problem, why not the others, and what to do instead?",
     "env": "What decides the bits of this machine?",
     "demo": "What does Samebits show on this machine, on CPU, in about a minute?",
 }
@@ -61,7 +61,7 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Main]:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = _nothing
+    command: Main = _nothing
     for name, question in _QUESTIONS.items():
         sub = commands.add_parser(name, help=question, description=question)
         if words[:1] != [name]:
@@ -78,7 +78,7 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Main]:
 def _add_checks(parser: argparse.ArgumentParser, words: Sequence[str]) -> Main:
     parser.epilog = EXIT_CODES
     checks = parser.add_subparsers(dest="check", required=True, metavar="NAME")
-    command = _nothing
+    command: Main = _nothing
     chosen = words[0] if words and words[0] in CHECKS else None
     for name, path in CHECKS.items():
         if chosen not in (None, name):

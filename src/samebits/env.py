@@ -54,7 +54,7 @@ def for_child(**changes: str | None) -> dict[str, str]:
 
 
 def version_of(package: str) -> str | None:
-    """Return the installed version of ``package``, without importing it; None where it is absent."""
+    """Return the installed version of ``package``, without importing it; None where absent."""
     # Nightly builds of torch bring Triton under another name.
     for distribution in (package, f"pytorch-{package}"):
         try:

@@ -1,17 +1,19 @@
-"""What a check says: one frozen record for each thing judged, its table, its JSON, the exit code."""
+"""What a check says: a frozen record for each thing judged, its table, its JSON, the exit code."""
 
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, TypeVar
 
 from samebits import env
 
 Verdict = Literal["pass", "fail", "unsupported", "not_run"]
 VERDICTS: tuple[Verdict, ...] = ("pass", "fail", "unsupported", "not_run")
+
+_Item = TypeVar("_Item")
 
 PASSED, FAILED, USAGE, NOTHING_RUN = 0, 1, 2, 3
 EXIT_CODES = "exit codes: 0 all passed, 1 something failed, 2 usage, 3 nothing could be run"
@@ -72,7 +74,7 @@ def print_results(results: Sequence[Result], *, as_json: bool) -> None:
     rows = []
     for same in _groups(results):
         first = same[0]
-        case = first.case if len(same) == 1 else f"{len(same)} cases"
+        case = first.case if len(same) == 1 else f"{first.case} and {len(same) - 1} more"
         figures = [_figure(first.measured), _figure(first.allowed)]
         rows.append([first.backend, case, first.verdict, *figures, first.note])
     print_table(["backend", "case", "verdict", "measured", "allowed", "note"], rows)
@@ -103,13 +105,24 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in padded)
 
 
+def tracked(items: Sequence[_Item], what: str) -> Iterator[_Item]:
+    """Yield ``items`` behind a progress bar on stderr, if rich is installed and it is a terminal."""
+    if not sys.stderr.isatty() or find_spec("rich") is None:
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(items, description=what, console=Console(stderr=True), transient=True)
+
+
 def _draw(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
     """Draw with rich and return True; False where stdout is no terminal, or rich is absent."""
     if not sys.stdout.isatty() or env.no_color() or find_spec("rich") is None:
         return False
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in rows:

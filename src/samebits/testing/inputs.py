@@ -6,7 +6,8 @@ in fp32, rounded to the working dtype, then moved.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from samebits.backends.call import DIFFERENTIABLE
 from samebits.errors import must
 from samebits.experts import experts
-from samebits.problem import DTYPES, Problem
+from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.routing import Routing
 from samebits.testing.numerics import Judgement, judge
 from samebits.weights import ExpertWeights, PostExpertNorm
@@ -122,26 +123,50 @@ def _choose(
 
 def run(problem: Problem, inputs: Inputs, backend: str) -> dict[str, Tensor]:
     """Return the output of ``backend`` and, where ``problem.grad``, every gradient, by name."""
+    return run_function(problem, inputs, partial(experts, backend=backend))
+
+
+def options_of(problem: Problem, num_valid_tokens: Tensor | None) -> dict[str, Any]:
+    """Return the keyword arguments of ``experts`` that are not at their neutral value."""
+    options: dict[str, Any] = {}
+    if problem.placement != ProbPlacement.FC2_OUTPUT:
+        options["placement"] = problem.placement
+    if problem.expert_start:
+        options["expert_start"] = problem.expert_start
+    if problem.result_dtype != problem.dtype:
+        options["out_dtype"] = DTYPES[problem.result_dtype]
+    if num_valid_tokens is not None:
+        options["num_valid_tokens"] = num_valid_tokens
+    return options
+
+
+def run_function(
+    problem: Problem, inputs: Inputs, function: Callable[..., Tensor]
+) -> dict[str, Tensor]:
+    """Return ``run`` of any function that is called like ``experts``.
+
+    Options at their neutral value are not passed. Where the output carries no gradient, there is
+    none in the results.
+
+    Raises:
+        ValueError: The output does not depend on one of the differentiable tensors.
+    """
     leaves = inputs.map(lambda t: t.detach().clone().requires_grad_(problem.grad))
-    out = experts(
-        leaves.x,
-        leaves.routing,
-        leaves.weights,
-        problem.activation,
-        placement=problem.placement,
-        backend=backend,
-        expert_start=problem.expert_start,
-        out_dtype=DTYPES[problem.result_dtype],
-        num_valid_tokens=leaves.num_valid_tokens,
-    )
+    options = options_of(problem, leaves.num_valid_tokens)
+    out = function(leaves.x, leaves.routing, leaves.weights, problem.activation, **options)
     results = {"out": out.detach()}
-    if not problem.grad:
+    if not (problem.grad and out.requires_grad):
         return results
     tensors = {"x": leaves.x, "topk_probs": leaves.routing.topk_probs}
     tensors |= leaves.weights.named_tensors()
     names = [name for name in DIFFERENTIABLE if name in tensors]
-    grads = torch.autograd.grad(out, [tensors[n] for n in names], inputs.dout)
-    return results | {f"d_{name}": grad for name, grad in zip(names, grads, strict=True)}
+    wanted = [tensors[name] for name in names]
+    grads = torch.autograd.grad(out, wanted, inputs.dout, allow_unused=True)
+    found = dict(zip(names, grads, strict=True))
+    unused = [name for name, grad in found.items() if grad is None]
+    if unused:
+        raise ValueError(must("the output", f"have a gradient to {', '.join(unused)}", "none"))
+    return results | {f"d_{name}": grad for name, grad in found.items() if grad is not None}
 
 
 def widened(problem: Problem) -> Problem:
@@ -169,9 +194,7 @@ def exact(problem: Problem, inputs: Inputs) -> dict[str, Tensor]:
 PER_EXPERT = frozenset({"d_gate_up", "d_down", "d_gate_up_bias", "d_down_bias"})
 
 
-def judge_all(
-    problem: Problem, inputs: Inputs, results: dict[str, Tensor]
-) -> dict[str, Judgement]:
+def judge_all(problem: Problem, inputs: Inputs, results: dict[str, Tensor]) -> dict[str, Judgement]:
     """Judge the output and every gradient of a run against the error budget, by name.
 
     Raises:

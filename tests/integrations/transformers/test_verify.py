@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from samebits.errors import UnsupportedError
 from samebits.integrations.transformers import attach, tiny, zoo
 from samebits.integrations.transformers.oracle import Float64Casts
-from samebits.testing.numerics import judge
+from samebits.testing.numerics import assert_bitwise_equal, judge
 
 pytestmark = pytest.mark.reference
 
@@ -60,6 +60,28 @@ def test_every_decorated_class_is_right():
     for found in classes:
         wrong |= misjudged(found)
     assert not wrong
+
+
+# Classes whose code reads submodules, functions and parts of functions, each in its own way.
+@pytest.mark.parametrize(
+    "model", ["gemma4", "muse_spark", "inkling2", "beam", "nemotron_h", "lfm2_moe"]
+)
+def test_compiled_without_graph_breaks(model):
+    classes = [found for found in zoo.discover() if isinstance(found, zoo.ExpertsClass)]
+    (found,) = [f for f in classes if f.name.startswith(model + ".")] or [None]
+    if found is None:
+        pytest.skip(f"this transformers has no {model}")
+    module = tiny.build(found, SIZES)
+    attach(module)
+    module.config._experts_implementation = "samebits"
+    arguments = (
+        torch.randn(SIZES.T, SIZES.H),
+        torch.tensor([[0, 3, 1]] * SIZES.T),
+        torch.rand(SIZES.T, 3),
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert_bitwise_equal(compiled(*arguments), module(*arguments))
 
 
 def decorated(**members):

@@ -1,0 +1,105 @@
+"""Interleaved timing of candidates; the copy ceiling of the device; its clocks."""
+
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from case import Candidate, Inputs
+
+# Sets of buffers are rotated until they are several times what a cache holds.
+_ROTATED_BYTES = 256 << 20
+_MOST_SETS = 8
+# A graph replay should last this long, at this speed.
+_REPLAY_MS = 1.5
+_BYTES_PER_MS = 4e9
+_LEAST_CALL_MS = 0.004
+_MOST_CALLS = 200
+
+
+def sets_for(moved: int) -> int:
+    """Return how many sets of buffers keep inputs out of the cache."""
+    return max(1, min(_MOST_SETS, _ROTATED_BYTES // max(moved, 1)))
+
+
+def _calls(moved: int, sets: int) -> int:
+    """Return how often a replay goes through all sets."""
+    ms = max(moved / _BYTES_PER_MS, _LEAST_CALL_MS) * sets
+    return max(1, min(_MOST_CALLS // sets, round(_REPLAY_MS / ms)))
+
+
+def _graph(function: Candidate, sets: Sequence[Inputs], repeats: int) -> torch.cuda.CUDAGraph:
+    for inputs in sets:
+        function(inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for inputs in sets:
+                function(inputs)
+    graph.replay()
+    return graph
+
+
+def _replay_ms(replay: Callable[[], Any]) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    replay()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop)
+
+
+def _host_ms(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def time_candidates(
+    candidates: dict[str, Candidate], sets: Sequence[Inputs], moved: int, device: str, rounds: int
+) -> dict[str, list[float]]:
+    """Return the ms of one call of each candidate, one value per round.
+
+    Each round times every candidate once, so that clocks and neighbours hit all of them alike. On a
+    GPU a candidate is a CUDA graph of many calls; on a CPU it is called once per set.
+    """
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    if device == "cuda":
+        repeats = _calls(moved, len(sets))
+        graphs = {name: _graph(call, sets, repeats) for name, call in candidates.items()}
+        for _ in range(rounds):
+            for name, graph in graphs.items():
+                times[name].append(_replay_ms(graph.replay) / (repeats * len(sets)))
+        return times
+    for _ in range(rounds):
+        for name, call in candidates.items():
+            # A loop, not a comprehension: nothing may be kept of a call.
+            times[name].append(_host_ms(lambda c=call: [c(s) and None for s in sets]) / len(sets))
+    return times
+
+
+def copy_ceiling(device: str, size: int) -> float:
+    """Return the bytes per ms, read and written, of a large device copy: the ceiling of the run."""
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def copy() -> None:
+        target.copy_(source)
+
+    copy()
+    measure = _replay_ms if device == "cuda" else _host_ms
+    return 2 * size / statistics.median(measure(copy) for _ in range(15))
+
+
+def clocks() -> str | None:
+    """Return SM clock, memory clock, power and temperature of the GPUs, or None where unknown."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    fields = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    command = [tool, f"--query-gpu={fields}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout else None

@@ -1,0 +1,167 @@
+"""The bench runs on a CPU, its rows are complete, and its targets are ones it can measure."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samebits import env
+from samebits.testing.cases import MODELS
+
+ROOT = Path(__file__).parents[1]
+BENCH = ROOT / "benchmarks"
+
+pytestmark = pytest.mark.reference
+
+
+@pytest.fixture
+def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+
+
+def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCH / "run.py"), *arguments]
+    environment = env.for_child(PYTHONPATH=str(ROOT / "src"))
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_smoke_run_has_a_right_row_for_everything(tmp_path: Path) -> None:
+    done = run_bench(
+        "--device",
+        "cpu",
+        "--tiny",
+        "--rounds",
+        "1",
+        "--shapes",
+        "qwen3-30b",
+        "--out",
+        str(tmp_path),
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.iterdir()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {row["op"] for row in rows} == {p.stem for p in (BENCH / "ops").glob("[a-z]*.py")}
+    assert {row["candidate"] for row in rows} == {
+        "samebits", "eager", "compile", "megatron-style", "memcpy",
+    }  # fmt: skip
+    wrong = [row for row in rows if "ms" not in row]
+    assert not wrong
+    for key in ("config", "moved", "fraction", "torch", "gpu", "command", "source_hash", "problem"):
+        assert all(key in row for row in rows), key
+
+
+TARGET = {"name": "t", "op": "o", "where": {"T": [1, 2]}, "fraction_at_least": 0.5}
+ROW = {"op": "o", "candidate": "samebits", "moved": 10_000_000, "ms": 1.0, "fraction": 0.6}
+
+
+@pytest.mark.usefixtures("bench_path")
+@pytest.mark.parametrize(
+    ("target", "rows", "expected"),
+    [
+        ({}, [{"T": 1}, {"T": 2}], []),
+        ({}, [{"T": 1}], ["t: o 2: no row"]),
+        ({}, [{"T": 1, "candidate": "eager"}, {"T": 2}], ["t: o 1: no row"]),
+        ({}, [{"T": 1}, {"T": 2, "fraction": 0.4}], ["t: o 2: 0.400 of the floor, 0.5 asked"]),
+        ({"above_mb": 64}, [{"T": 1, "fraction": 0.1}, {"T": 2}], []),
+        ({"up_to_mb": 10}, [{"T": 1, "fraction": 0.1}, {"T": 2}], ["t: o 1: 0.100"]),
+        ({"ms_at_most": 0.9}, [{"T": 1}, {"T": 2, "ms": 0.8}], ["t: o 1: 1.0000 ms, 0.9 allowed"]),
+        (
+            {"speedup_at_least": 2.0, "peer": "p"},
+            [
+                {"T": 1}, {"T": 1, "candidate": "p", "ms": 2.5},
+                {"T": 2}, {"T": 2, "candidate": "p", "ms": 1.5},
+            ],
+            ["t: o 2: 1.50x p, 2.0x asked"],
+        ),
+        (
+            {"speedup_at_least": 2.0, "peer": "p"},
+            [{"T": 1}, {"T": 2}],
+            ["t: o 1: no row of p", "t: o 2: no row of p"],
+        ),
+    ],
+)  # fmt: skip
+def test_misses(target: dict[str, Any], rows: list[dict[str, Any]], expected: list[str]) -> None:
+    import targets
+
+    whole = TARGET | target
+    if len(whole.keys() & {"ms_at_most", "speedup_at_least"}):
+        del whole["fraction_at_least"]
+
+    found = targets.misses([whole], [ROW | row for row in rows])
+
+    assert len(found) == len(expected), found
+    assert all(line.startswith(start) for line, start in zip(found, expected, strict=True)), found
+
+
+@pytest.mark.usefixtures("bench_path")
+def test_a_wrong_result_is_a_miss() -> None:
+    import targets
+
+    rows = [{k: v for k, v in ROW.items() if k != "ms"} | {"T": t} for t in (1, 2)]
+
+    assert targets.misses([TARGET], rows) == ["t: o 1: wrong result", "t: o 2: wrong result"]
+
+
+@pytest.mark.usefixtures("bench_path")
+@pytest.mark.parametrize(
+    "text",
+    [
+        'name = "t"\nop = "o"\nfraction_at_least = 0.5\nspeed = 3',
+        'name = "t"\nop = "o"',
+        'name = "t"\nop = "o"\nfraction_at_least = 0.5\nms_at_most = 1.0',
+        'name = "t"\nop = "o"\nspeedup_at_least = 2.0',
+    ],
+)
+def test_targets_that_say_nothing_are_errors(tmp_path: Path, text: str) -> None:
+    import targets
+
+    path = tmp_path / "targets.toml"
+    path.write_text(f"[[target]]\n{text}\n[target.where]\nT = [1]\n")
+
+    with pytest.raises(ValueError, match="target 't'"):
+        targets.read(path)
+
+
+@pytest.mark.usefixtures("bench_path")
+def test_every_target_has_its_cases() -> None:
+    import importlib
+
+    import targets
+    from case import Options
+
+    asked = targets.read(BENCH / "targets.toml")
+    peers = {target["peer"] for target in asked if "peer" in target}
+    columns = ("op", "variant", "direction", "shape", "T", "moved")
+    # Rows that meet everything: what is missed is missing.
+    best = [{"candidate": "samebits", "ms": 1e-9, "fraction": 1.0}]
+    best += [{"candidate": name, "ms": 1.0} for name in peers]
+    rows = [
+        {column: getattr(case, column) for column in columns} | row
+        for op in {target["op"] for target in asked}
+        for case in importlib.import_module(f"ops.{op}").cases(
+            MODELS, Options((4096, 16384), "cpu", peers=False)
+        )
+        for row in best
+    ]
+
+    assert targets.misses(asked, rows) == []
+
+
+def test_rows_can_be_held_to_targets_without_a_run(tmp_path: Path) -> None:
+    rows, file = tmp_path / "rows.jsonl", tmp_path / "targets.toml"
+    rows.write_text(
+        json.dumps(ROW | {"T": 1, "variant": "v", "direction": "d", "shape": "s"}) + "\n"
+    )
+    text = '[[target]]\nname = "t"\nop = "o"\nfraction_at_least = {}\n[target.where]\nT = [1]\n'
+
+    file.write_text(text.format(0.6))
+    assert run_bench("--rows", str(rows), "--assert", str(file)).returncode == 0
+    file.write_text(text.format(0.61))
+    done = run_bench("--rows", str(rows), "--assert", str(file))
+
+    assert done.returncode == 1
+    assert "MISS t: o 1" in done.stdout

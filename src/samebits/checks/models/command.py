@@ -28,13 +28,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``check models`` to ``parser``."""
     parser.description, parser.epilog = _DESCRIPTION, EXIT_CODES
     add = parser.add_argument
-    add("--model", action="append", metavar="NAME", help="an experts class, its model or its full "
-        "name (gpt_oss.GptOssExperts); may be repeated; default: all")
+    add(
+        "--model",
+        action="append",
+        metavar="NAME",
+        help="an experts class, its model or its full "
+        "name (gpt_oss.GptOssExperts); may be repeated; default: all",
+    )
     add("--implementation", action="append", metavar="NAME", help="may be repeated; default: all")
     add("--list", action="store_true", help="list models and implementations, and stop")
     add("--full", action="store_true", help="every whole language model that can be built")
-    add("--fail-on", action="append", metavar="NAME", help="exit 1 only where one of these "
-        "implementations fails; default: all that were run")
+    add(
+        "--fail-on",
+        action="append",
+        metavar="NAME",
+        help="exit 1 only where one of these implementations fails; default: all that were run",
+    )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="one object a line, as they are found")
     output.add_argument("--issue-text", action="store_true", help="a report to paste into an issue")
@@ -104,17 +113,24 @@ def make_plan(arguments: argparse.Namespace, provider: ModelProvider) -> Plan:
             raise ValueError(unknown("implementation", name, known))
     chosen = arguments.implementation or known
     if arguments.model is None:
-        languages = provider.languages(full=arguments.full)
-        return Plan(everything, list(languages), chosen, arguments.fail_on)
+        all_languages = list(provider.languages(full=arguments.full))
+        return Plan(everything, all_languages, chosen, arguments.fail_on)
     by_name = {found.name: found for found in everything}
-    names = [match(name, list(by_name)) for name in arguments.model]
-    models = {name.partition(".")[0] for name in names}
-    languages = [
-        language
-        for language in provider.languages(full=arguments.full)
-        if language.name.partition(".")[0] in models
-    ]
-    return Plan([by_name[name] for name in dict.fromkeys(names)], languages, chosen, arguments.fail_on)
+    languages = {language.name: language for language in provider.languages(full=True)}
+    names, chosen_languages = [], []
+    for name in arguments.model:
+        if name in languages:
+            chosen_languages.append(name)
+            continue
+        names.append(match(name, list(by_name)))
+        model = names[-1].partition(".")[0]
+        chosen_languages += [n for n in languages if n.partition(".")[0] == model]
+    return Plan(
+        [by_name[name] for name in dict.fromkeys(names)],
+        [languages[name] for name in dict.fromkeys(chosen_languages)],
+        chosen,
+        arguments.fail_on,
+    )
 
 
 def match(name: str, names: Sequence[str]) -> str:
@@ -129,7 +145,8 @@ def match(name: str, names: Sequence[str]) -> str:
     if len(fits) == 1:
         return fits[0]
     near = fits or [n for n in names if name.lower() in n.lower()] or names[:3]
-    raise ValueError(must("--model", f"name one experts class, such as {', '.join(near[:5])}", name))
+    rule = f"name one experts class, such as {', '.join(near[:5])}"
+    raise ValueError(must("--model", rule, repr(name)))
 
 
 def listing(plan: Plan) -> str:
@@ -166,7 +183,7 @@ def exit_code(findings: Sequence[Finding], fail_on: Sequence[str] | None) -> int
 
 def _transformers() -> ModelProvider:
     # The one place where the check names a framework.
-    from samebits.integrations.transformers.provider import Transformers  # noqa: PLC0415
+    from samebits.integrations.transformers.provider import Transformers
 
     return Transformers()
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from samebits.checks.models.finding import Finding, Verdict
+from samebits.checks.models.finding import Finding
 from samebits.checks.models.outcome import THE_CLASS, About, spell, verdict_of
 from samebits.checks.models.protocol import (
     FOREIGN_ERRORS,
@@ -25,6 +25,7 @@ from samebits.checks.models.protocol import (
     Results,
     UnbuildableError,
 )
+from samebits.checks.result import Verdict
 from samebits.problem import DTYPE_NAMES
 from samebits.testing.numerics import judge, relative_error
 
@@ -34,8 +35,8 @@ AGREEMENT = 1e-12
 BINDING_SHARE = 0.2
 # A changed attribute tests something where the exact output moves by more than this.
 MOVES = 1e-2
-# Where a changed limit may be judged by its gradients too. In narrower dtypes many z lie one rounding
-# away from the limit, and each that lands on the other side moves whole rows of gradients.
+# Where a changed limit may be judged by its gradients too. In narrower dtypes many z lie one
+# rounding away from the limit, and each that lands on the other side moves whole gradient rows.
 CONTINUOUS = (torch.float32, torch.float64)
 
 OWN_LOOP = "eager"
@@ -120,12 +121,13 @@ def judge_case(
         return
     for name, value in case.scalars().items():
         changed = _moving_value(case, dtype, name, value)
-        setting = Setting(f"sensitivity:{name}", scalars={name: value if changed is None else changed})
+        what = f"sensitivity:{name}"
         if changed is None:
             note = f"changing {name} changes nothing that the class computes, so it tests nothing"
-            about = About(case.name, setting.case, THE_CLASS, DTYPE_NAMES[dtype])
+            about = About(case.name, what, THE_CLASS, DTYPE_NAMES[dtype])
             yield about.finding("all", "not_run", note=note)
         else:
+            setting = Setting(what, scalars={name: changed})
             yield from _judge_setting(case, provider, implementations, dtype, setting)
 
 
@@ -136,19 +138,21 @@ def _judge_setting(
     dtype: torch.dtype,
     setting: Setting,
 ) -> Iterator[Finding]:
-    options = {"dropped": setting.dropped, "scalars": setting.scalars}
+    dropped, scalars = setting.dropped, setting.scalars
     truth = Truth(
-        case.oracle(OWN_LOOP, dtype, **options), case.plain(dtype, **options)  # type: ignore[arg-type]
+        case.oracle(OWN_LOOP, dtype, dropped=dropped, scalars=scalars),
+        case.plain(dtype, dropped=dropped, scalars=scalars),
     )
     for implementation in implementations:
         about = About(case.name, setting.case, implementation, DTYPE_NAMES[dtype])
         try:
-            results, evidence = case.run(implementation, dtype, **options)  # type: ignore[arg-type]
+            run = case.run(implementation, dtype, dropped=dropped, scalars=scalars)
         except FOREIGN_ERRORS as error:
             verdict = verdict_of(error, implementation, provider)
             yield about.finding("all", verdict, note=spell(error))
             continue
-        about = about._replace(evidence=evidence)
+        results = run.results
+        about = about._replace(evidence=run.evidence)
         if setting.scalars and dtype not in CONTINUOUS:
             results = {name: value for name, value in results.items() if name == "out"}
             truth = truth._replace(exact={"out": truth.exact["out"]})
@@ -186,9 +190,7 @@ def _unbuilt(found: Found, *, odd: bool, reason: str) -> Finding:
     return about.finding("all", "not_run", note=f"not built: {reason}")
 
 
-def _moving_value(
-    case: ExpertsCase, dtype: torch.dtype, name: str, value: float
-) -> float | None:
+def _moving_value(case: ExpertsCase, dtype: torch.dtype, name: str, value: float) -> float | None:
     """Return a new value of an attribute that changes the exact output, or None."""
     before = case.oracle(OWN_LOOP, dtype)["out"]
     for candidate in (value / 2, value + 1, value * 4, value + 100):

@@ -19,7 +19,7 @@ class Finding:
 
     # "<model>.<Class>".
     model: str
-    # "default", "odd", "dropped", "oracle", "sensitivity:<attribute>", "language_model" or "control".
+    # default, odd, dropped, oracle, sensitivity:<attribute>, language_model or control.
     case: str
     # An implementation's name; "class" where the class itself is judged.
     implementation: str
@@ -36,7 +36,7 @@ class Finding:
     # "run" or "arguments", see ``protocol.Evidence``; None where nothing ran.
     evidence: str | None = None
     note: str = ""
-    # Further figures by name (language models: mean, p95, p99, max, outside_share, ablation, flips).
+    # Further figures by name; language models: mean, p95, p99, max, outside_share and so on.
     figures: Mapping[str, float] = field(default_factory=dict)
     # The check's name.
     check: str = "models"

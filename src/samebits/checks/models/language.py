@@ -78,7 +78,8 @@ def _judge_dtype(
             split, _ = case.run(implementation, dtype, split=True)
             flips = case.flips(implementation, dtype)
         except FOREIGN_ERRORS as error:
-            yield about.finding("all", verdict_of(error, implementation, provider), note=spell(error))
+            verdict = verdict_of(error, implementation, provider)
+            yield about.finding("all", verdict, note=spell(error))
             continue
         about = about._replace(evidence=evidence)
         values = figures(whole, exact) | {

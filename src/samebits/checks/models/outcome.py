@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from samebits.checks.models.finding import Finding, Verdict
+from samebits.checks.models.finding import Finding
 from samebits.checks.models.protocol import ModelProvider
+from samebits.checks.result import Verdict
 from samebits.testing.numerics import Judgement
 
 # The "implementation" of a finding about the class itself.

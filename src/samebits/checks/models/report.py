@@ -1,16 +1,26 @@
 """Show findings to people: progress, a table, the failures, and a paste-ready report."""
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple, TypeVar
 
 from samebits.checks.models.finding import Finding, worst
-from samebits.checks.result import Verdict, plain_table
+from samebits.checks.result import VERDICTS, Verdict, plain_table
 
 _ITEM = TypeVar("_ITEM")
 # Cases whose failure needs no further word in the table.
 _WHOLE = ("default", "oracle", "language_model")
+_ABOUT_ERRORS = (
+    "Error is the root mean square of the difference divided by the largest exact value; exact is "
+    "the class's own code run in fp64. Allowed is twice the error of a plain loop in the same "
+    "dtype, plus two roundings."
+)
+_ABOUT_ARGUMENTS = (
+    "Evidence `arguments`: the kernel cannot run on this machine; a torch function computed what "
+    "the arguments that the adapter passes to it ask for."
+)
 
 
 class Cell(NamedTuple):
@@ -29,12 +39,13 @@ def cell(findings: Sequence[Finding]) -> Cell:
     verdicts = {finding.verdict for finding in findings}
     if "fail" in verdicts:
         bad = worst(findings)
-        size = "raises" if bad.measured is None else f"WRONG {bad.measured:.1e}"
+        size = "raises" if bad.measured is None else f"WRONG {_size(bad.measured)}".rstrip()
         return Cell("fail", size if bad.case in _WHOLE else f"{size} ({bad.case})")
     if "pass" in verdicts:
         refused = {f.case for f in findings if f.verdict == "unsupported"}
         whole = {f.case for f in findings if f.verdict == "pass"}
-        return Cell("pass", "ok" if refused <= whole else "ok, refuses " + "+".join(sorted(refused - whole)))
+        only = "+".join(sorted(refused - whole))
+        return Cell("pass", f"ok, refuses {only}" if only else "ok")
     if "not_run" in verdicts:
         return Cell("not_run", "not run")
     return Cell("unsupported", "refused")
@@ -80,7 +91,7 @@ def summary(findings: Sequence[Finding]) -> str:
     if groups:
         parts.append("\n".join(["wrong:", *map(_together_wrong, groups.values())]))
     parts += _refusals(findings)
-    counts = {verdict: 0 for verdict in ("pass", "fail", "unsupported", "not_run")}
+    counts = dict.fromkeys(VERDICTS, 0)
     for finding in findings:
         counts[finding.verdict] += 1
     parts.append(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
@@ -117,14 +128,18 @@ def sentence(finding: Finding) -> str:
     row = "" if finding.worst_row is None else f", worst row {finding.worst_row}"
     if "mean" in finding.figures:
         row += f", mean |Δ log p| {finding.figures['mean']:.2g} nats"
-    return (
-        f"{where}: {finding.quantity} off by {finding.measured:.1e}, "
-        f"allowed {finding.allowed:.1e}{row}{by_arguments}"
-    )
+    size = _size(finding.measured)
+    off = f"off by {size}, allowed {finding.allowed:.1e}" if size else "not 0 where it must be, or not finite"
+    return f"{where}: {finding.quantity} {off}{row}{by_arguments}"
+
+
+def _size(measured: float) -> str:
+    """Return the error, or "" where it has no size: a row that must be 0, or NaN."""
+    return f"{measured:.1e}" if math.isfinite(measured) else ""
 
 
 def issue_text(findings: Sequence[Finding]) -> str:
-    """Return a report of every failure that can be pasted into an issue; "" where nothing failed."""
+    """Return a report of every failure, to paste into an issue; "" where nothing failed."""
     bad = failures(findings)
     if not bad:
         return ""
@@ -135,9 +150,7 @@ def issue_text(findings: Sequence[Finding]) -> str:
         "",
         f"Versions: {versions}.",
         "",
-        "Error is the root mean square of the difference divided by the largest exact value; exact is "
-        "the class's own code run in fp64. Allowed is twice the error of a plain loop in the same "
-        "dtype, plus two roundings.",
+        _ABOUT_ERRORS,
         "",
         "| model | implementation | dtype | case | quantity | error | allowed | evidence |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -155,18 +168,17 @@ def issue_text(findings: Sequence[Finding]) -> str:
     if any(f.evidence == "arguments" for f in bad):
         lines += [
             "",
-            "Evidence `arguments`: the kernel cannot run on this machine; a torch function computed "
-            "what the arguments that the adapter passes to it ask for.",
+            _ABOUT_ARGUMENTS,
         ]
     return "\n".join(lines)
 
 
 def tracked(items: Sequence[_ITEM], what: str) -> Iterator[_ITEM]:
-    """Yield ``items`` behind a progress bar on stderr, where rich is installed and it is a terminal."""
+    """Yield ``items``, behind a progress bar where stderr is a terminal and rich is installed."""
     if find_spec("rich") is None or not sys.stderr.isatty():
         yield from items
         return
-    from rich.console import Console  # noqa: PLC0415 - only presentation needs it
-    from rich.progress import track  # noqa: PLC0415
+    from rich.console import Console
+    from rich.progress import track
 
     yield from track(items, description=what, console=Console(stderr=True), transient=True)

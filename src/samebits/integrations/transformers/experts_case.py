@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -148,7 +149,7 @@ class TinyExperts:
         dropped: bool = False,
         scalars: Mapping[str, float] | None = None,
     ) -> Plain:
-        """Run the contract's plain loop, or the class's own where the loop does not fit the class."""
+        """Run the contract's plain loop, or the class's own where that loop does not fit."""
         if self._fits is None:
             self._fits = self._loop_fits(dtype)
         fits = self._fits
@@ -169,9 +170,9 @@ class TinyExperts:
             loop = _forward_backward(module, plain_loop, inputs)
         return all(relative_error(loop[name], exact[name]) <= _AGREES for name in exact)
 
-    def _module(self, dtype: torch.dtype, wide: torch.dtype) -> nn.Module:
+    def _module(self, dtype: torch.dtype, wide: torch.dtype) -> Any:
         """Return a copy with parameters rounded to ``dtype`` and held in ``wide``."""
-        module = copy.deepcopy(self._master).to(dtype).to(wide)
+        module: Any = copy.deepcopy(self._master).to(dtype).to(wide)
         module.config = copy.deepcopy(self._master.config)
         return module
 
@@ -207,7 +208,7 @@ def _call(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_probs: Tensor) ->
     return out
 
 
-def _forward_backward(module: nn.Module, forward: Forward, inputs: Inputs) -> Results:
+def _forward_backward(module: Any, forward: Forward, inputs: Inputs) -> Results:
     x = inputs.x.clone().requires_grad_()
     probs = inputs.topk_probs.clone().requires_grad_()
     out = forward(module, x, inputs.topk_ids.clone(), probs)
@@ -229,7 +230,7 @@ def _marked(inputs: Inputs, experts: int) -> Inputs:
     return Inputs(inputs.x, ids, inputs.topk_probs, inputs.dout, inputs.dropped)
 
 
-def _expect_dropped(module: nn.Module) -> None:
+def _expect_dropped(module: Any) -> None:
     """Tell a module of transformers >= 5.24 that ids may be sentinels."""
     if hasattr(module, "_is_expert_parallel"):
         module._is_expert_parallel = True

@@ -1,9 +1,7 @@
 """The experts implementations that are registered in the installed transformers, and ours."""
 
 import dis
-from pathlib import Path
 from types import TracebackType
-
 
 from samebits.integrations.transformers import plugin
 from samebits.integrations.transformers.interface import load
@@ -46,12 +44,12 @@ def _raised_by(error: BaseException, implementation: str) -> bool:
     registered = load().moe.ALL_EXPERTS_FUNCTIONS
     if implementation not in registered:
         return False
-    own_file = registered[implementation].__code__.co_filename
+    own_code = getattr(registered[implementation], "__code__", None)
     last: TracebackType | None = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    if last is None:
+    if last is None or own_code is None:
         return False
     code = last.tb_frame.f_code
     raised = code.co_code[last.tb_lasti] == _RAISE
-    return raised and Path(code.co_filename) == Path(own_file)
+    return raised and code.co_filename == own_code.co_filename

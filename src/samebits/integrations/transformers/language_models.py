@@ -2,8 +2,6 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +24,12 @@ from samebits.integrations.transformers.language_config import shrink
 from samebits.integrations.transformers.oracle import Float64Casts
 from samebits.integrations.transformers.plain_loop import plain_loop
 from samebits.integrations.transformers.plugin import attach
+from samebits.integrations.transformers.replay import (
+    Routings,
+    experts_modules,
+    recorded,
+    replayed,
+)
 
 # One of each function that models compute between the projections, and of each kind of router.
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v4", "minimax_m3_vl", "olmoe")
@@ -97,7 +101,7 @@ def _language_head(found: zoo.ExpertsClass) -> type[PreTrainedModel] | None:
     return None
 
 
-def _build(head: type[PreTrainedModel]) -> PreTrainedModel:
+def _build(head: Any) -> Any:
     config = shrink(head.config_class())
     with torch.device("meta"):
         size = sum(p.numel() for p in head(copy.deepcopy(config)).parameters())
@@ -106,7 +110,7 @@ def _build(head: type[PreTrainedModel]) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = head(config).eval()
-    modules = _experts_modules(model)
+    modules = experts_modules(model)
     if not modules:
         raise UnbuildableError("no experts in the tiny model")
     for seed, module in enumerate(modules):
@@ -115,18 +119,10 @@ def _build(head: type[PreTrainedModel]) -> PreTrainedModel:
     return model
 
 
-def _experts_modules(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if zoo.is_decorated(type(m))]
-
-
-# What each call of each experts module was given: ids and probabilities, (B * S, K).
-Routings = list[list[tuple[Tensor, Tensor]]]
-
-
 class TinyLanguageModel:
     """A ``LanguageCase`` over a tiny model; every run works on its own copy of it."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: Any) -> None:
         self._master = model
         generator = torch.Generator().manual_seed(3)
         vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -154,7 +150,7 @@ class TinyLanguageModel:
         """Return log-probabilities with the plain loop as experts."""
         model = self._copy(dtype, dtype)
         wide = torch.float32 if dtype != torch.float64 else dtype
-        for module in _experts_modules(model):
+        for module in experts_modules(model):
             module.forward = partial(plain_loop, copy.deepcopy(module).to(wide))
         return self._score(model, self._oracle(dtype)[1])
 
@@ -170,7 +166,7 @@ class TinyLanguageModel:
         context, _ = kernel(implementation)
         with context:
             model = self._implemented(implementation, dtype)
-            with _recorded(model) as routings:
+            with recorded(model) as routings:
                 _logits(model, self._tokens)
         flipped = choices = 0
         for own, theirs in zip(routings, self._oracle(dtype)[1], strict=True):
@@ -182,28 +178,28 @@ class TinyLanguageModel:
     def _oracle(self, dtype: torch.dtype) -> tuple[Tensor, Routings]:
         if dtype not in self._exact:
             model = self._copy(dtype, torch.float64)
-            with _recorded(model) as routings, Float64Casts():
+            with recorded(model) as routings, Float64Casts():
                 log_probs = self._pick(_logits(model, self._tokens), self._targets)
             self._exact[dtype] = (log_probs, routings)
         return self._exact[dtype]
 
-    def _copy(self, dtype: torch.dtype, wide: torch.dtype) -> PreTrainedModel:
+    def _copy(self, dtype: torch.dtype, wide: torch.dtype) -> Any:
         return copy.deepcopy(self._master).to(dtype).to(wide)
 
-    def _implemented(self, implementation: str, dtype: torch.dtype) -> PreTrainedModel:
+    def _implemented(self, implementation: str, dtype: torch.dtype) -> Any:
         model = self._copy(dtype, dtype)
-        for module in _experts_modules(model):
+        for module in experts_modules(model):
             module.config._experts_implementation = implementation
         if implementation == SAMEBITS:
             attach(model)
         return model
 
-    def _score(self, model: PreTrainedModel, routings: Routings, *, split: bool = False) -> Tensor:
+    def _score(self, model: Any, routings: Routings, *, split: bool = False) -> Tensor:
         parts = [slice(b, b + 1) for b in range(_BATCH)] if split else [slice(0, _BATCH)]
         scored = []
         for part in parts:
             rows = slice(part.start * _LENGTH, part.stop * _LENGTH)
-            with _replayed(model, routings, rows):
+            with replayed(model, routings, rows):
                 scored.append(self._pick(_logits(model, self._tokens[part]), self._targets[part]))
         return torch.cat(scored)
 
@@ -221,7 +217,7 @@ class TinyLanguageModel:
 
     def _scale_experts(self) -> float:
         """Scale down projections up until ablating the experts costs enough; return the cost."""
-        modules = _experts_modules(self._master)
+        modules = experts_modules(self._master)
         originals = [copy.deepcopy(module.state_dict()) for module in modules]
         without = self._with_experts(0.0, originals)
         cost = 0.0
@@ -234,7 +230,7 @@ class TinyLanguageModel:
 
     def _with_experts(self, scale: float, originals: list[dict[str, Any]]) -> Tensor:
         """Return log-probabilities of the whole vocabulary with experts scaled by ``scale``."""
-        for module, original in zip(_experts_modules(self._master), originals, strict=True):
+        for module, original in zip(experts_modules(self._master), originals, strict=True):
             for name, parameter in module.named_parameters():
                 if name.startswith(("down", "post_expert_norm")):
                     with torch.no_grad():
@@ -242,65 +238,7 @@ class TinyLanguageModel:
         return _logits(self._master, self._tokens).double().log_softmax(-1)
 
 
-def _logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+def _logits(model: Any, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
-
-
-def _positions(arguments: tuple[Any, ...]) -> tuple[int, int]:
-    """Return where ids and probabilities are among an experts module's arguments."""
-    tensors = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
-    ids = [i for i in tensors if not arguments[i].is_floating_point()]
-    if len(ids) != 1:
-        raise UnbuildableError("its experts are not given one tensor of ids by position")
-    shape = arguments[ids[0]].shape
-    probs = [i for i in tensors if i != ids[0] and i > 0 and arguments[i].shape == shape]
-    if len(probs) != 1:
-        raise UnbuildableError("its experts are not given one tensor of probabilities by position")
-    return ids[0], probs[0]
-
-
-@contextmanager
-def _recorded(model: nn.Module) -> Iterator[Routings]:
-    """Note the routing that every experts module is given until the block ends."""
-    modules = _experts_modules(model)
-    routings: Routings = [[] for _ in modules]
-
-    def note(index: int, _module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        ids, probs = _positions(arguments)
-        routings[index].append((arguments[ids].clone(), arguments[probs].clone()))
-
-    with _hooked(modules, note):
-        yield routings
-
-
-@contextmanager
-def _replayed(model: nn.Module, routings: Routings, rows: slice) -> Iterator[None]:
-    """Give every experts module the noted routing of ``rows`` instead of its router's."""
-    calls = [iter(calls) for calls in routings]
-
-    def replace(
-        index: int, _module: nn.Module, arguments: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        ids, probs = _positions(arguments)
-        exact_ids, exact_probs = next(calls[index])
-        replaced = list(arguments)
-        replaced[ids] = exact_ids[rows].to(arguments[ids].dtype)
-        replaced[probs] = exact_probs[rows].to(arguments[probs].dtype)
-        return tuple(replaced)
-
-    with _hooked(_experts_modules(model), replace):
-        yield
-
-
-@contextmanager
-def _hooked(modules: list[nn.Module], function: Callable[..., Any]) -> Iterator[None]:
-    handles = [m.register_forward_pre_hook(partial(function, i)) for i, m in enumerate(modules)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-

@@ -1,8 +1,8 @@
 """Run any torch code in fp64, whatever it casts to.
 
-Several experts classes cast inside (`.float()`, `.to(torch.float32)`, fp32 accumulators), so running
-them on fp64 tensors is no oracle: it carries fp32's error. Under `Float64Casts` every request for a
-narrower float type becomes fp64.
+Several experts classes cast inside (`.float()`, `.to(torch.float32)`, fp32 accumulators), so
+running them on fp64 tensors is no oracle: it carries fp32's error. Under `Float64Casts` every
+request for a narrower float type becomes fp64.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,20 +1,19 @@
 """The plain loop over any decorated experts class: what the error budget is measured against.
 
 One loop over experts with the contract's rounding points (CONTRACT.md section 5) and fp32 between
-them. The function between the projections is the class's own ``_apply_gate`` or ``act_fn``, the norm
-its own ``post_expert_norm``, so the loop needs no translation of the class and cannot share an error
-with one.
+them. The function between the projections is the class's own ``_apply_gate`` or ``act_fn``, the
+norm its own ``post_expert_norm``, so the loop needs no translation of the class and cannot share an
+error with one.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
-def plain_loop(
-    module: nn.Module, hidden_states: Tensor, topk_ids: Tensor, topk_probs: Tensor
-) -> Tensor:
+def plain_loop(module: Any, hidden_states: Tensor, topk_ids: Tensor, topk_probs: Tensor) -> Tensor:
     """Return the experts' output, computed in fp32 and rounded to the dtype of ``hidden_states``.
 
     Args:
@@ -55,7 +54,7 @@ def plain_loop(
 Projection = Callable[[Tensor, int], Tensor]
 
 
-def projections(module: nn.Module) -> tuple[Projection, Projection]:
+def projections(module: Any) -> tuple[Projection, Projection]:
     """Return the two projections of one expert, ``(rows, expert) -> rows``, biases included."""
 
     def projection(name: str) -> Projection:
@@ -63,7 +62,7 @@ def projections(module: nn.Module) -> tuple[Projection, Projection]:
 
         def project(rows: Tensor, expert: int) -> Tensor:
             matrix = weight[expert] if module.is_transposed else weight[expert].T
-            value = rows @ matrix
+            value: Tensor = rows @ matrix
             return value if bias is None else value + bias[expert]
 
         return project

@@ -57,7 +57,7 @@ class Transformers:
 
     def languages(self, *, full: bool) -> Iterable[LanguageBuilder]:
         """Builders of whole language models."""
-        from samebits.integrations.transformers import language_models  # noqa: PLC0415
+        from samebits.integrations.transformers import language_models
 
         return language_models.builders(full=full)
 

@@ -1,8 +1,8 @@
 """transformers' sonicmoe adapter, judged without its kernel.
 
-The kernel needs a Hopper GPU, but which function it is asked to compute is decided before it, by the
-adapter in ``transformers.integrations.sonicmoe``. `sonicmoe_stand_in` puts a torch function in the
-kernel's place that computes what the **arguments** ask for, as accurately as a fused kernel could:
+The kernel needs a Hopper GPU, but which function it is asked to compute is decided before it, by
+the adapter in ``transformers.integrations.sonicmoe``. `sonicmoe_stand_in` puts a torch function in
+the kernel's place that computes what the **arguments** ask for, as well as a fused kernel could:
 
 | argument | meaning |
 | --- | --- |
@@ -11,8 +11,8 @@ kernel's place that computes what the **arguments** ask for, as accurately as a 
 | ``expert_ids`` | ids >= E are dropped |
 | ``w1``, ``w2`` | ``(2F, H, E)`` and ``(H, F, E)`` |
 
-There is no argument for a clamp, an alpha, an offset or a soft cap: a class that has one is computed
-wrongly, and the verdict says so with ``evidence: "arguments"``.
+There is no argument for a clamp, an alpha, an offset or a soft cap: a class that has one is
+computed wrongly, and the verdict says so with ``evidence: "arguments"``.
 """
 
 import enum
@@ -67,7 +67,7 @@ def sonicmoe_runs_here() -> bool:
 
 
 def _adapter() -> ModuleType:
-    from transformers.integrations import sonicmoe  # noqa: PLC0415 - loaded when a check runs
+    from transformers.integrations import sonicmoe
 
     missing = [name for name in _HOOKS if not hasattr(sonicmoe, name)]
     if missing:
@@ -87,7 +87,7 @@ def _experts(
     w2: Tensor,
     b2: Tensor | None,
     *,
-    E: int,  # noqa: N803 - the kernel's own name
+    E: int,
     activation_type: _ActivationType,
     concat_layout: bool,
     **_launch: object,

@@ -1,8 +1,9 @@
 """Build any experts class tiny, with sizes that are pairwise different.
 
 Which fields of its configuration a class reads, and which of its dimensions each of them is, is
-learned by running its ``__init__`` on the meta device with a spy in place of the configuration: every
-integer that is read gets a number of its own, and the shapes of the parameters show where it went.
+learned by running its ``__init__`` on the meta device with a spy in place of the configuration:
+every integer that is read gets a number of its own, and the shapes of parameters show where it
+went.
 """
 
 import copy
@@ -170,11 +171,11 @@ def _config_classes(found: ExpertsClass) -> Iterator[type[PreTrainedConfig]]:
     """Yield the configuration classes that may belong to ``found``, the likeliest first."""
     init = inspect.unwrap(found.experts.__init__)
     parameters = list(inspect.signature(init).parameters.values())
-    annotation = parameters[1].annotation if len(parameters) > 1 else None
+    annotation: Any = parameters[1].annotation if len(parameters) > 1 else None
     if isinstance(annotation, str):
         annotation = getattr(found.module, annotation, None)
     candidates: list[Any] = []
-    if _is_config(annotation):
+    if annotation is not None and _is_config(annotation):
         candidates.append(annotation)
         candidates += annotation.sub_configs.values()
     # Text configurations first: vision towers have other experts, or none.

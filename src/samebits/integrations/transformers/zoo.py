@@ -1,8 +1,8 @@
 """Find the experts classes of the installed transformers, whatever they are called.
 
 A class is found by the function that transformers' decorator ``use_experts_implementation`` puts in
-place of its ``forward``: all decorated classes share that function's code object. There is no list of
-names here, so a class that a new version (or a user's own module) adds is found too.
+place of its ``forward``: all decorated classes share that function's code object. There is no list
+of names here, so a class that a new version (or a user's own module) adds is found too.
 """
 
 import importlib
@@ -71,7 +71,7 @@ def is_decorated(experts: type) -> bool:
     The FP8 twin of the interface uses the same decorator; its class is not the model's own code.
     """
     forward = experts.__dict__.get("forward")
-    if getattr(forward, "__code__", None) is not decorated_code():
+    if forward is None or getattr(forward, "__code__", None) is not decorated_code():
         return False
     interface = inspect.getclosurevars(forward).nonlocals.get("experts_interface")
     return interface is None or interface is load().moe.ALL_EXPERTS_FUNCTIONS

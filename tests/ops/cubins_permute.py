@@ -50,7 +50,7 @@ def _move(hidden: int, topk: int, dtype: str, *given: str) -> tuple[Any, ...]:
 _DP_IN = ("x_ptr", "partial_ptr", "dp_ptr")
 _DP_OUT = ("y_ptr", "partial_ptr", "dp_ptr")
 CASES = {
-    "few-1": Case("few_metadata", 4, _sort(128, SLOTS=64)),
+    "few-1": Case("few_metadata", 2, _sort(128, SLOTS=64)),
     "few-4096": Case("few_metadata", 8, _sort(128, SLOTS=4096), given=("num_valid_ptr",)),
     "few-8192-many": Case("few_metadata", 16, _sort(384, SLOTS=8192), ids="i32"),
     "histogram": Case("histogram", 4, _sort(128, CHUNK=tuning.CHUNK)),

@@ -306,7 +306,7 @@ def _sum_kernel(
 
 
 def _bins(num_local: int) -> int:
-    return max(16, triton.next_power_of_2(num_local + 1))
+    return max(32, triton.next_power_of_2(num_local + 1))
 
 
 def launch_metadata(
@@ -350,7 +350,7 @@ def launch_sort(
         slots = tuning.slots_of_few(total)
         _few_metadata_kernel[(num_local + 1,)](
             ids, num_valid_tokens, *outputs, *sizes, BINS=bins, SLOTS=slots, BLOCK_R=block_r,
-            num_warps=max(4, slots // 512), enable_fp_fusion=False,
+            num_warps=max(min(4, slots // 32), slots // 512), enable_fp_fusion=False,
         )  # fmt: skip
         return buffer
     chunks = tuning.chunks_per_program(total)

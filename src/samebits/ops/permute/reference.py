@@ -66,14 +66,18 @@ def permute(
 
     Determinism: elementwise.
     """
-    dtype = dtype or x.dtype
-    source = x.repeat_interleave(topk, 0)
+    dtype, total = dtype or x.dtype, inverse.shape[0]
+    # Entry R takes the dropped slots. Each row fetches its token: a row is written once.
+    slots = torch.zeros(total + 1, dtype=torch.int64, device=x.device)
+    slots[inverse.long()] = torch.arange(total, device=x.device)
+    slots = slots[:total]
+    rows = x.index_select(0, slots // topk)
     if probs is not None:
         wide = _wide(x.dtype)
-        source = source.to(wide) * probs.reshape(-1, 1).to(wide)
-    # Row R takes the dropped slots.
-    rows = x.new_zeros(inverse.shape[0] + 1, x.shape[1], dtype=dtype)
-    return rows.index_copy_(0, inverse.long(), source.to(dtype))[:-1]
+        rows = rows.to(wide).mul_(probs.reshape(-1)[slots].to(wide)[:, None])
+    rows = rows.to(dtype)
+    rows[int((inverse < total).sum()) :] = 0
+    return rows
 
 
 def combine(
@@ -85,13 +89,16 @@ def combine(
     """
     total, wide = inverse.shape[0], _wide(rows.dtype)
     by_row, choice = inverse.view(-1, topk).long().sort(1)
+    dropped = by_row >= total
+    by_row = by_row.clamp_(max=max(total - 1, 0))
     out = torch.zeros(total // topk, rows.shape[1], dtype=wide, device=rows.device)
     for k in range(topk):
-        row, live = by_row[:, k], by_row[:, k : k + 1] < total
-        term = rows.index_select(0, row.clamp(max=total - 1)).to(wide)
+        term = rows.index_select(0, by_row[:, k]).to(wide)
         if probs is not None:
-            term = term * probs.to(wide).gather(1, choice[:, k : k + 1])
-        out += torch.where(live, term, 0.0)
+            term = term.mul_(probs.to(wide).gather(1, choice[:, k : k + 1]))
+        if bool(dropped[:, k].any()):
+            term = torch.where(dropped[:, k : k + 1], 0.0, term)
+        out += term
     return out.to(dtype)
 
 

@@ -101,7 +101,8 @@ def judge_class(case: ExpertsCase, dtype: torch.dtype) -> Iterator[Finding]:
         yield about.finding(name, verdict, measured=measured, allowed=AGREEMENT, note=note)
     for name, shares in case.binding().items():
         bound = min(shares) >= BINDING_SHARE
-        note = f"{name} binds on {shares[0]:.0%} above and {shares[1]:.0%} below"
+        where = f"{shares[0]:.0%} of z lie above {name} and {shares[1]:.0%} below its negative"
+        note = where if bound else f"{where}: too few to test it"
         yield about.finding(f"binding:{name}", "pass" if bound else "not_run", note=note)
 
 

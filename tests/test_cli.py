@@ -1,4 +1,4 @@
-"""The command line: what it prints where, its exit codes, and that a command imports only itself."""
+"""The command line: what it prints where, its exit codes, and what a command imports."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The function between the two projections of an expert: one frozen description, one table of kinds.
+"""The function between the two projections of an expert: one frozen description.
 
 CONTRACT.md section 2 is the specification. With ``g`` and ``u`` the gate and up parts of the first
 projection of one slot::
@@ -15,116 +15,20 @@ disagree at the bound and changed between versions. NaN passes every clamp.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samebits.errors import must, unknown
+from samebits.kinds import ACTIVATIONS as ACTIVATIONS
 
 LimitPosition = Literal["pre", "post"]
 LIMIT_POSITIONS: tuple[LimitPosition, ...] = ("pre", "post")
 
-
-class ActivationKind(NamedTuple):
-    """One row of ``ACTIVATIONS``: the scalar function of the gate, its derivative, what it reads."""
-
-    # (gate, activation) -> act(gate); differentiable by autograd.
-    function: Callable[[Tensor, "Activation"], Tensor]
-    # (gate, activation) -> d act / d gate.
-    derivative: Callable[[Tensor, "Activation"], Tensor]
-    # Fields of Activation with a meaning for this kind; any other must be at its neutral value.
-    options: frozenset[str]
-    # Fields among ``options`` that have no neutral value and must be given.
-    required: frozenset[str] = frozenset()
-    # False where the kind exists in the gated form only.
-    ungated: bool = True
-
-
-def _silu(gate: Tensor, activation: "Activation") -> Tensor:
-    return gate * torch.sigmoid(activation.alpha * gate)
-
-
-def _silu_derivative(gate: Tensor, activation: "Activation") -> Tensor:
-    sigmoid = torch.sigmoid(activation.alpha * gate)
-    return sigmoid * (1.0 + activation.alpha * gate * (1.0 - sigmoid))
-
-
-def _gelu(gate: Tensor, activation: "Activation") -> Tensor:
-    return 0.5 * gate * (1.0 + torch.erf(gate * math.sqrt(0.5)))
-
-
-def _gelu_derivative(gate: Tensor, activation: "Activation") -> Tensor:
-    density = torch.exp(-0.5 * gate * gate) * (1.0 / math.sqrt(2.0 * math.pi))
-    return 0.5 * (1.0 + torch.erf(gate * math.sqrt(0.5))) + gate * density
-
-
-# tanh approximation of gelu: 0.5 g (1 + tanh(√(2/π) (g + 0.044715 g³))), Hendrycks & Gimpel 2016.
-_GELU_TANH_SCALE = math.sqrt(2.0 / math.pi)
-_GELU_TANH_CUBIC = 0.044715
-
-
-def _gelu_tanh(gate: Tensor, activation: "Activation") -> Tensor:
-    inner = _GELU_TANH_SCALE * (gate + _GELU_TANH_CUBIC * gate * gate * gate)
-    return 0.5 * gate * (1.0 + torch.tanh(inner))
-
-
-def _gelu_tanh_derivative(gate: Tensor, activation: "Activation") -> Tensor:
-    square = gate * gate
-    tanh = torch.tanh(_GELU_TANH_SCALE * (gate + _GELU_TANH_CUBIC * square * gate))
-    slope = _GELU_TANH_SCALE * (1.0 + 3.0 * _GELU_TANH_CUBIC * square)
-    return 0.5 * (1.0 + tanh) + 0.5 * gate * (1.0 - tanh * tanh) * slope
-
-
-def _relu(gate: Tensor, activation: "Activation") -> Tensor:
-    # The slope at 0 is 0, as in torch's own relu; the sign of a zero is kept.
-    value = torch.where(gate == 0, gate.detach(), gate)
-    return torch.where(gate < 0, torch.zeros_like(gate), value)
-
-
-def _relu_derivative(gate: Tensor, activation: "Activation") -> Tensor:
-    return (gate > 0).to(gate.dtype)
-
-
-def _relu2(gate: Tensor, activation: "Activation") -> Tensor:
-    positive = _relu(gate, activation)
-    return positive * positive
-
-
-def _relu2_derivative(gate: Tensor, activation: "Activation") -> Tensor:
-    return 2.0 * _relu(gate, activation)
-
-
-def _situ(gate: Tensor, activation: "Activation") -> Tensor:
-    cap = cast("float", activation.gate_softcap)
-    return cap * torch.tanh(gate / cap) * torch.sigmoid(gate)
-
-
-def _situ_derivative(gate: Tensor, activation: "Activation") -> Tensor:
-    cap = cast("float", activation.gate_softcap)
-    tanh, sigmoid = torch.tanh(gate / cap), torch.sigmoid(gate)
-    return sigmoid * ((1.0 - tanh * tanh) + cap * tanh * (1.0 - sigmoid))
-
-
-_CLAMPED = frozenset({"limit", "limit_position", "linear_offset"})
-
-ACTIVATIONS: Mapping[str, ActivationKind] = {
-    "silu": ActivationKind(_silu, _silu_derivative, _CLAMPED | {"alpha"}),
-    "gelu": ActivationKind(_gelu, _gelu_derivative, _CLAMPED),
-    "gelu_tanh": ActivationKind(_gelu_tanh, _gelu_tanh_derivative, _CLAMPED),
-    "relu": ActivationKind(_relu, _relu_derivative, _CLAMPED),
-    "relu2": ActivationKind(_relu2, _relu2_derivative, _CLAMPED),
-    "situ": ActivationKind(
-        _situ,
-        _situ_derivative,
-        frozenset({"gate_softcap", "up_softcap", "linear_offset"}),
-        required=frozenset({"gate_softcap"}),
-        ungated=False,
-    ),
-}
 
 _NEUTRAL: Mapping[str, object] = {
     "alpha": 1.0,
@@ -158,7 +62,7 @@ class Activation:
     alpha: float = 1.0
     # Clamp bound in activation units; finite, > 0. None leaves values unbounded; 0 is an error.
     limit: float | None = None
-    # "pre": bound the gate before act (gpt-oss, DeepSeek-V4); "post": bound act(gate) (Step, Ling-3).
+    # "pre": bound the gate before act (gpt-oss, DeepSeek-V4); "post": bound act(gate) (Step).
     limit_position: LimitPosition = "pre"
     # Added to up after its clamp; finite. 1 is gpt-oss.
     linear_offset: float = 0.0
@@ -265,7 +169,7 @@ def clamp_above(value: Tensor, limit: float) -> Tensor:
 
 
 def clamp_both(value: Tensor, limit: float) -> Tensor:
-    """Return ``clamp(value, -limit, limit)`` with gradient 1 up to and at the bounds; NaN stays NaN."""
+    """Return ``clamp(value, -limit, limit)``, gradient 1 up to and at the bounds; NaN stays NaN."""
     return torch.where(value > limit, limit, torch.where(value < -limit, -limit, value))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 
 class UnsupportedError(NotImplementedError):
-    """A legal request that the chosen backend (or every backend) cannot serve; the message says why."""
+    """A legal request that the chosen backend, or every backend, cannot serve; it says why."""
 
 
 def must(argument: str, rule: str, actual: object) -> str:
@@ -14,4 +14,5 @@ def must(argument: str, rule: str, actual: object) -> str:
 
 def unknown(what: str, actual: object, expected: Iterable[str]) -> str:
     """Return ``unknown <what> <actual>; expected one of …``."""
-    return f"unknown {what} {actual!r}; expected one of {', '.join(repr(e) for e in sorted(expected))}"
+    known = ", ".join(repr(e) for e in sorted(expected))
+    return f"unknown {what} {actual!r}; expected one of {known}"

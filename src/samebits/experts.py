@@ -59,7 +59,7 @@ def experts(
     x, weights = _autocast(x, weights)
     num_experts = weights.down.shape[0] if routing.num_experts is None else routing.num_experts
     _check(x, routing, weights, activation, num_valid_tokens)
-    if not (0 <= expert_start and expert_start + weights.down.shape[0] <= num_experts):
+    if not 0 <= expert_start <= num_experts - weights.down.shape[0]:
         rule = f"keep expert_start + E within N = {num_experts}, with E = {weights.down.shape[0]}"
         raise ValueError(must("expert_start", rule, expert_start))
     if out_dtype not in (None, x.dtype, torch.float32):
@@ -128,16 +128,17 @@ def grouped_experts(
     if rows.dim() != 2:
         raise ValueError(must("rows", "have shape (R, H)", tuple(rows.shape)))
     if tuple(offsets.shape) != (num_local + 1,):
-        raise ValueError(must("offsets", f"have shape (E + 1,) = ({num_local + 1},)", tuple(offsets.shape)))
+        rule = f"have shape (E + 1,) = ({num_local + 1},)"
+        raise ValueError(must("offsets", rule, tuple(offsets.shape)))
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(must("offsets", "be int32 or int64", offsets.dtype))
     if row_probs is None:
         row_probs = torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
     elif tuple(row_probs.shape) != (rows.shape[0],):
-        raise ValueError(must("row_probs", f"have shape ({rows.shape[0]},)", tuple(row_probs.shape)))
-    ids = torch.searchsorted(
-        offsets[1:].contiguous(), torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype), right=True
-    )
+        rule = f"have shape ({rows.shape[0]},)"
+        raise ValueError(must("row_probs", rule, tuple(row_probs.shape)))
+    indices = torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype)
+    ids = torch.searchsorted(offsets[1:].contiguous(), indices, right=True)
     return experts(
         rows,
         Routing(ids[:, None], row_probs[:, None]),
@@ -149,9 +150,7 @@ def grouped_experts(
     )
 
 
-def _check_types(
-    x: object, routing: object, weights: object, activation: object
-) -> None:
+def _check_types(x: object, routing: object, weights: object, activation: object) -> None:
     expected = {
         "x": (x, Tensor),
         "routing": (routing, Routing),
@@ -185,6 +184,21 @@ def _check(
     if x.shape[1] != weights.down.shape[1]:
         rule = f"have shape (T, H) with H = down.shape[1] = {weights.down.shape[1]}"
         raise ValueError(must("x", rule, tuple(x.shape)))
+    _check_routing(routing, x)
+    for name, matrix in (("gate_up", weights.gate_up), ("down", weights.down)):
+        if matrix.device != x.device:
+            raise ValueError(must(name, f"be on the device of x ({x.device})", matrix.device))
+    rows, columns = weights.gate_up.shape[1], weights.down.shape[2]
+    # As sizes, not as ``weights.gated``: torch 2.11 cannot compare symbolic truth values.
+    if rows != activation.columns * columns:
+        size = f"{activation.columns} * F = {activation.columns * columns}"
+        rule = f"have {size} rows for activation {activation.key}"
+        raise ValueError(must("gate_up", rule, rows))
+    if num_valid_tokens is not None:
+        _check_count(num_valid_tokens, x)
+
+
+def _check_routing(routing: Routing, x: Tensor) -> None:
     ids = routing.topk_ids
     if ids.shape[0] != x.shape[0]:
         rule = f"have shape (T, K) with T = x.shape[0] = {x.shape[0]}"
@@ -194,16 +208,8 @@ def _check(
     if routing.topk_probs.dtype not in (torch.float32, x.dtype):
         rule = f"be float32 or the dtype of x ({x.dtype})"
         raise ValueError(must("topk_probs", rule, routing.topk_probs.dtype))
-    for name, device in (("topk_ids", ids.device), ("gate_up", weights.gate_up.device), ("down", weights.down.device)):
-        if device != x.device:
-            raise ValueError(must(name, f"be on the device of x ({x.device})", device))
-    rows, columns = weights.gate_up.shape[1], weights.down.shape[2]
-    # As sizes, not as ``weights.gated``: torch 2.11 cannot compare symbolic truth values.
-    if rows != activation.columns * columns:
-        rule = f"have {activation.columns} * F = {activation.columns * columns} rows for activation {activation.key}"
-        raise ValueError(must("gate_up", rule, rows))
-    if num_valid_tokens is not None:
-        _check_count(num_valid_tokens, x)
+    if ids.device != x.device:
+        raise ValueError(must("topk_ids", f"be on the device of x ({x.device})", ids.device))
 
 
 def _check_count(num_valid_tokens: Tensor, x: Tensor) -> None:
@@ -213,4 +219,5 @@ def _check_count(num_valid_tokens: Tensor, x: Tensor) -> None:
     if tuple(num_valid_tokens.shape) != (1,):
         raise ValueError(must("num_valid_tokens", "have shape (1,)", tuple(num_valid_tokens.shape)))
     if num_valid_tokens.device != x.device:
-        raise ValueError(must("num_valid_tokens", f"be on the device of x ({x.device})", num_valid_tokens.device))
+        rule = f"be on the device of x ({x.device})"
+        raise ValueError(must("num_valid_tokens", rule, num_valid_tokens.device))

@@ -92,8 +92,9 @@ class Problem:
             raise ValueError(must("out_dtype", f"be {self.dtype} or fp32", self.out_dtype))
         if self.activation.gated:
             self.layout.block(self.F)
-        if not (0 <= self.expert_start and self.expert_start + self.E <= self.experts):
-            rule = f"keep expert_start + E = {self.expert_start} + {self.E} within N = {self.experts}"
+        if not 0 <= self.expert_start <= self.experts - self.E:
+            last = f"expert_start + E = {self.expert_start} + {self.E}"
+            rule = f"keep {last} within N = {self.experts}"
             raise ValueError(must("expert_start", rule, self.expert_start))
 
     @property
@@ -116,7 +117,7 @@ class Problem:
         Raises:
             ValueError: ``text`` holds an unknown field or a value of the wrong form.
         """
-        readers: dict[str, Any] = {name: int for name in ("H", "F", "E", "K", "N", "expert_start")}
+        readers: dict[str, Any] = dict.fromkeys(("H", "F", "E", "K", "N", "expert_start"), int)
         readers |= {
             "activation": Activation.parse,
             "placement": ProbPlacement,

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ def _parse_layout(key: str) -> Layout:
 
 
 def split_gate_up(z: Tensor, layout: Layout, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Return the gate and up parts of ``z`` along ``dim`` (2F entries); views where strides allow."""
+    """Return the gate and up parts of ``z`` along ``dim`` (2F entries); views if strides allow."""
     dim = dim % z.dim()
     columns = z.shape[dim] // 2
     block = layout.block(columns)
@@ -146,6 +146,20 @@ class ExpertWeights:
             optional = name not in ("gate_up", "down")
             if not (isinstance(value, Tensor) or (value is None and optional)):
                 raise TypeError(must(name, "be a tensor", type(value).__name__))
+        self._check_matrices()
+        if (self.norm is None) != (self.norm_scale is None):
+            raise ValueError(must("norm and norm_scale", "be given together", "one of them"))
+        experts, hidden, columns = self.down.shape
+        self._check_vector("gate_up_bias", (experts, self.gate_up.shape[1]))
+        self._check_vector("down_bias", (experts, hidden))
+        self._check_vector("norm_scale", (hidden,))
+        if self.gated:
+            self.layout.block(columns)
+        elif self.layout != Layout():
+            rule = "be Layout() where there is no up part"
+            raise ValueError(must("layout", rule, self.layout.key))
+
+    def _check_matrices(self) -> None:
         if self.gate_up.dim() != 3 or self.down.dim() != 3:
             shapes = f"{tuple(self.gate_up.shape)} and {tuple(self.down.shape)}"
             raise ValueError(must("gate_up and down", "have three dimensions", shapes))
@@ -163,20 +177,6 @@ class ExpertWeights:
         if self.down.dtype != self.gate_up.dtype:
             rule = f"have the dtype of gate_up ({self.gate_up.dtype})"
             raise ValueError(must("down", rule, self.down.dtype))
-        if (self.norm is None) != (self.norm_scale is None):
-            raise ValueError(must("norm and norm_scale", "be given together", "one of them"))
-        shapes = {
-            "gate_up_bias": (experts, rows),
-            "down_bias": (experts, hidden),
-            "norm_scale": (hidden,),
-        }
-        for name, shape in shapes.items():
-            self._check_vector(name, shape)
-        if self.gated:
-            self.layout.block(columns)
-        elif self.layout != Layout():
-            rule = "be Layout() where there is no up part"
-            raise ValueError(must("layout", rule, self.layout.key))
 
     def _check_vector(self, name: str, shape: tuple[int, ...]) -> None:
         value: Tensor | None = getattr(self, name)
@@ -246,25 +246,26 @@ class ExpertWeights:
             return self
         if not self.gated:
             raise ValueError(must("layout", "be Layout() where there is no up part", layout.key))
+        gate_up = merge_gate_up(*split_gate_up(self.gate_up, self.layout, 1), layout, 1)
         bias = self.gate_up_bias
-        return replace(
-            self,
-            gate_up=merge_gate_up(*split_gate_up(self.gate_up, self.layout, 1), layout, 1),
-            gate_up_bias=None if bias is None else merge_gate_up(*split_gate_up(bias, self.layout), layout),
-            layout=layout,
-        )
+        if bias is not None:
+            bias = merge_gate_up(*split_gate_up(bias, self.layout), layout)
+        return replace(self, gate_up=gate_up, gate_up_bias=bias, layout=layout)
 
     def to_storage(self, orientation: Orientation) -> "ExpertWeights":
         """Return weights whose matrices are contiguous in ``orientation``; values unchanged."""
         if orientation == "out_in":
             return replace(self, gate_up=self.gate_up.contiguous(), down=self.down.contiguous())
-        stored = (m.transpose(1, 2).contiguous().transpose(1, 2) for m in (self.gate_up, self.down))
-        return replace(self, **dict(zip(("gate_up", "down"), stored, strict=True)))
+        gate_up, down = (
+            matrix.transpose(1, 2).contiguous().transpose(1, 2)
+            for matrix in (self.gate_up, self.down)
+        )
+        return replace(self, gate_up=gate_up, down=down)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "ExpertWeights":
         """Return weights with ``function`` applied to every tensor (``.to``, ``.detach`` …)."""
-        tensors = {n: getattr(self, n) for n in _PARAMETERS}
-        return replace(self, **{n: function(t) for n, t in tensors.items() if t is not None})
+        mapped: dict[str, Any] = {n: function(t) for n, t in self.named_tensors().items()}
+        return replace(self, **mapped)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are present, by field name, in a fixed order."""
@@ -288,4 +289,3 @@ def _orientation(gate_up: Tensor, down: Tensor) -> Orientation:
         sizes = f"{tuple(gate_up.shape)} and {tuple(down.shape)}"
         raise ValueError(must("gate_up and down", rule, sizes))
     return "out_in" if out_in else "in_out"
-

@@ -47,7 +47,9 @@ def test_gpu_backends_refuse_a_cpu_with_the_reason() -> None:
 
 @pytest.mark.parametrize("distribution", ["uniform", "dropped"])
 @pytest.mark.parametrize(("backend", "name"), RUNNABLE)
-def test_output_and_every_gradient_within_budget(backend: str, name: str, distribution: str) -> None:
+def test_output_and_every_gradient_within_budget(
+    backend: str, name: str, distribution: str
+) -> None:
     problem = CASES[name]
     inputs = make_inputs(problem, 7, distribution=distribution, valid_tokens=5)
 
@@ -89,4 +91,3 @@ def test_repeats_bit_for_bit(backend: str) -> None:
 
     for quantity, value in first.items():
         assert_bitwise_equal(value, second[quantity], quantity)
-

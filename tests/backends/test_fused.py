@@ -1,4 +1,4 @@
-"""The fused backend on a GPU: the error budget, and every promise of bits that concerns a forward."""
+"""The fused backend on a GPU: the error budget, and every promise of bits of a forward."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from samebits.activation import Activation
 from samebits.backends import BACKENDS
 from samebits.experts import experts
 from samebits.ops.indirect_gemm.tuning import TABLE
-from samebits.problem import ProbPlacement, Problem
+from samebits.problem import Problem, ProbPlacement
 from samebits.routing import Permutation, Routing
 from samebits.testing.cases import CASES
 from samebits.testing.inputs import Inputs, judge_all, make_inputs, run
@@ -33,7 +33,8 @@ TOKENS = (1, 2, 7, 16, 17, 63, 64, 65, 128, 257, 1024, 4096)
 
 def _in(problem: Problem, dtype: str) -> Problem:
     biases = {
-        name: None if getattr(problem, name) is None else dtype for name in ("gate_up_bias", "down_bias")
+        name: None if getattr(problem, name) is None else dtype
+        for name in ("gate_up_bias", "down_bias")
     }
     same_probs = "fp32" if problem.probs == "fp32" else dtype
     return replace(problem, dtype=dtype, probs=same_probs, grad=False, **biases)
@@ -51,7 +52,11 @@ def test_output_within_budget(name: str, dtype: str) -> None:
     problem = _in(CASES[name], dtype)
     for tokens, distribution in ((0, "uniform"), (3, "dropped"), (70, "zipf"), (600, "one")):
         inputs = make_inputs(
-            problem, tokens, distribution=distribution, device="cuda", valid_tokens=max(tokens - 2, 0)
+            problem,
+            tokens,
+            distribution=distribution,
+            device="cuda",
+            valid_tokens=max(tokens - 2, 0),
         )
 
         judgements = judge_all(problem, inputs, run(problem, inputs, "fused"))
@@ -170,7 +175,9 @@ def test_graph_replay_sees_new_tokens_routing_and_weights() -> None:
             inputs.routing.topk_ids.copy_(new.routing.topk_ids)
             inputs.routing.topk_probs.copy_(new.routing.topk_probs)
             for old, value in zip(
-                inputs.weights.named_tensors().values(), new.weights.named_tensors().values(), strict=True
+                inputs.weights.named_tensors().values(),
+                new.weights.named_tensors().values(),
+                strict=True,
             ):
                 old.copy_(value)
 
@@ -210,7 +217,12 @@ def test_compiled_has_the_bits_of_eager_and_does_not_recompile() -> None:
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(
         lambda x, ids, probs, weights: experts(
-            x, Routing(ids, probs), weights, problem.activation, placement=problem.placement, backend="fused"
+            x,
+            Routing(ids, probs),
+            weights,
+            problem.activation,
+            placement=problem.placement,
+            backend="fused",
         ),
         fullgraph=True,
         dynamic=True,
@@ -219,14 +231,20 @@ def test_compiled_has_the_bits_of_eager_and_does_not_recompile() -> None:
     for tokens in (127, 193, 16):
         inputs = make_inputs(problem, tokens, device="cuda")
         with torch.no_grad():
-            out = compiled(inputs.x, inputs.routing.topk_ids, inputs.routing.topk_probs, inputs.weights)
+            out = compiled(
+                inputs.x, inputs.routing.topk_ids, inputs.routing.topk_probs, inputs.weights
+            )
 
         assert_bitwise_equal(out, _call(problem, inputs))
     assert counter.frame_count == 1
 
 
 def test_every_option_changes_the_output() -> None:
-    base = replace(_in(CASES["gpt-oss-whole"], "bf16"), K=1, activation=Activation(alpha=1.3, limit=2.0, linear_offset=0.5))
+    base = replace(
+        _in(CASES["gpt-oss-whole"], "bf16"),
+        K=1,
+        activation=Activation(alpha=1.3, limit=2.0, linear_offset=0.5),
+    )
     options = base.activation
     inputs = make_inputs(base, 50, device="cuda")
     expected = run(base, inputs, "fused")["out"]
@@ -255,7 +273,9 @@ def test_second_process_and_load_give_the_same_bits() -> None:
         "print(hashlib.sha256(o.cpu().view(torch.int16).numpy().tobytes()).hexdigest())"
     )
     digests = {
-        subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", script], check=True, capture_output=True, text=True
+        ).stdout
         for _ in range(2)
     }
     assert len(digests) == 1
@@ -275,7 +295,9 @@ def test_more_than_2_31_elements() -> None:
     assert problem.E * 2 * problem.F * problem.H > 2**31
     generator = torch.Generator(device="cuda").manual_seed(0)
     shape = (problem.E, 2 * problem.F, problem.H)
-    gate_up = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+    gate_up = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(
+        0, 0.02, generator=generator
+    )
     down = torch.empty(problem.E, problem.H, problem.F, device="cuda", dtype=torch.bfloat16)
     down.normal_(0, 0.02, generator=generator)
     x = torch.randn(20, problem.H, device="cuda", generator=generator).bfloat16()
@@ -283,7 +305,9 @@ def test_more_than_2_31_elements() -> None:
     probs = torch.ones(20, 1, device="cuda")
     last = ExpertWeights(gate_up=gate_up[-1:].clone(), down=down[-1:].clone())
 
-    out = experts(x, Routing(ids, probs), ExpertWeights(gate_up=gate_up, down=down), backend="fused")
+    out = experts(
+        x, Routing(ids, probs), ExpertWeights(gate_up=gate_up, down=down), backend="fused"
+    )
 
     expected = experts(x, Routing(torch.zeros_like(ids), probs), last, backend="fused")
     assert_bitwise_equal(out, expected)

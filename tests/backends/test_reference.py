@@ -1,4 +1,4 @@
-"""The reference against formulas written a second time, slot by slot, and against numeric gradients."""
+"""Each backend against formulas written a second time, slot by slot, and numeric gradients."""
 
 import math
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from samebits.problem import ProbPlacement, Problem
+from samebits.problem import Problem, ProbPlacement
 from samebits.testing.cases import CASES
 from samebits.testing.inputs import Inputs, make_inputs, run, widened
 from samebits.testing.numerics import assert_within_budget
@@ -17,8 +17,9 @@ pytestmark = pytest.mark.reference
 _ACT = {
     "silu": lambda v, alpha: v / (1 + math.exp(-alpha * v)),
     "gelu": lambda v, _: v * 0.5 * math.erfc(-v / math.sqrt(2)),
-    "gelu_tanh": lambda v, _: v
-    / (1 + math.exp(-2 * math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))),
+    "gelu_tanh": lambda v, _: (
+        v / (1 + math.exp(-2 * math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
+    ),
     "relu": lambda v, _: max(v, 0.0),
     "relu2": lambda v, _: max(v, 0.0) ** 2,
 }
@@ -88,7 +89,9 @@ def test_output_equals_the_formula_slot_by_slot(name: str) -> None:
     assert_within_budget(out, expected, expected, torch.float64)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss-whole", "fc1_input", "fc2_input", "norm", "situ", "relu2"])
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-whole", "fc1_input", "fc2_input", "norm", "situ", "relu2"]
+)
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_gradients_equal_finite_differences(name: str, backend: str) -> None:
     problem = replace(widened(CASES[name]), grad=True)
@@ -103,13 +106,17 @@ def test_gradients_equal_finite_differences(name: str, backend: str) -> None:
         values = []
         for sign in (1, -1):
             moved = tensor + sign * step * direction
-            where = {"x": moved} if quantity == "x" else {
-                "weights": replace(inputs.weights, **{quantity: moved})
-            }
+            where = (
+                {"x": moved}
+                if quantity == "x"
+                else {"weights": replace(inputs.weights, **{quantity: moved})}
+            )
             out = run(replace(problem, grad=False), replace(inputs, **where), backend)["out"]
             values.append((out * inputs.dout).sum())
 
         slope = (values[0] - values[1]) / (2 * step)
         predicted = (grads[f"d_{quantity}"] * direction).sum()
         # Central differences in fp64 are good to about the square root of eps.
-        assert_within_budget(slope.reshape(1).float(), predicted.reshape(1), predicted.reshape(1), torch.bfloat16)
+        assert_within_budget(
+            slope.reshape(1).float(), predicted.reshape(1), predicted.reshape(1), torch.bfloat16
+        )

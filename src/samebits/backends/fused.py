@@ -4,11 +4,10 @@ Four launches (five for many tokens) and no host sync; every shape is a function
 be captured in a CUDA graph. Tiles follow T, bits do not: every tile of the table computes the same.
 """
 
-import torch
 from torch import Tensor
 
 from samebits.backends.call import Call
-from samebits.problem import DTYPES, ProbPlacement, Problem
+from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.weights import ExpertWeights, PostExpertNorm
 
 NAME = "fused"

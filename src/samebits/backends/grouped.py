@@ -4,13 +4,16 @@ Forward and backward are written out, so that nothing but ``z`` is kept between 
 live in a graph. Each expert's rows pass through all stages while they are in cache.
 """
 
+from itertools import pairwise
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from samebits import activation as act
-from samebits.backends.call import Call, Gradients, accumulate_dtype
-from samebits.problem import DTYPES, ProbPlacement, Problem
+from samebits.backends.call import DIFFERENTIABLE, Call, Gradients, accumulate_dtype
+from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.routing import Permutation
 from samebits.weights import merge_gate_up, split_gate_up
 
@@ -51,7 +54,7 @@ class _Rows:
         self.probs = call.topk_probs.reshape(-1)[self.slots].to(accumulate_dtype(problem))[:, None]
         self.groups = [
             (expert, slice(start, stop))
-            for expert, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
+            for expert, (start, stop) in enumerate(pairwise(bounds))
             if stop > start
         ]
 
@@ -67,7 +70,9 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     saved = call.x.new_empty(call.topk_ids.numel() if save else 0, call.gate_up.shape[1])
     for expert, span in rows.groups:
         tokens, p = rows.tokens[span], rows.probs[span]
-        z = _project(_input(problem, call.x[tokens], p), call.gate_up[expert], call.gate_up_bias, expert)
+        z = _project(
+            _input(problem, call.x[tokens], p), call.gate_up[expert], call.gate_up_bias, expert
+        )
         if save:
             saved[span] = z
         y = _second(problem, call, expert, _activate(problem, z, p), p).to(wide)
@@ -124,49 +129,79 @@ def backward(
 
     Determinism: repeatable; rows ascend in every sum over rows.
     """
-    want = Gradients(*wanted)
+    want = {name for name, asked in zip(DIFFERENTIABLE, wanted, strict=True) if asked}
+    on_input = problem.placement == ProbPlacement.FC1_INPUT
+    want_probs = "topk_probs" in want
     rows = _Rows(problem, call)
     wide, dtype = accumulate_dtype(problem), DTYPES[problem.dtype]
-    placement = problem.placement
     dout = dout.to(dtype)
     dx = torch.zeros(call.x.shape, dtype=wide)
     dprobs = torch.zeros(call.topk_probs.numel(), dtype=wide)
-    grads = {
+    grads: dict[str, Tensor] = {
         name: torch.zeros_like(tensor)
         for name in ("gate_up", "down", "gate_up_bias", "down_bias")
-        if getattr(want, name) and (tensor := getattr(call, name)) is not None
+        if name in want and (tensor := getattr(call, name)) is not None
     }
     for expert, span in rows.groups:
         tokens, p = rows.tokens[span], rows.probs[span]
         dy = dout[tokens]
-        gate, up = split_gate_up(z[span].to(wide), problem.layout) if problem.activation.gated else (z[span].to(wide), None)
-        local = act.derivative(problem.activation, gate, up)
+        local = _derivative(problem, z[span].to(wide))
         dh = (dy @ call.down[expert]).to(wide)
-        scale = 1.0 if placement == ProbPlacement.FC1_INPUT else p
-        if want.topk_probs and placement != ProbPlacement.FC1_INPUT:
+        scale = 1.0 if on_input else p
+        if want_probs and not on_input:
             dp = (dh * local.h).sum(-1)
             if call.down_bias is not None:
                 dp += dy.to(wide) @ call.down_bias[expert].to(wide)
             dprobs[rows.slots[span]] = dp
-        dz_gate, dz_up = dh * scale * local.gate, None if local.up is None else dh * scale * local.up
-        dz = (dz_gate if dz_up is None else merge_gate_up(dz_gate, dz_up, problem.layout)).to(dtype)
-        if "down" in grads:
-            grads["down"][expert] = dy.T @ (local.h * scale).to(dtype)
-        if "down_bias" in grads:
-            grads["down_bias"][expert] = (dy.to(wide) * scale).sum(0)
-        if "gate_up_bias" in grads:
-            grads["gate_up_bias"][expert] = dz.to(wide).sum(0)
+        dz = dh * scale * local.gate
+        if local.up is not None:
+            dz = merge_gate_up(dz, dh * scale * local.up, problem.layout)
+        dz = dz.to(dtype)
         x = call.x[tokens]
-        if "gate_up" in grads:
-            grads["gate_up"][expert] = dz.T @ _input(problem, x, p)
-        if want.x or (want.topk_probs and placement == ProbPlacement.FC1_INPUT):
+        part = _Part(dy, dz, local.h, x, p, scale)
+        for name, grad in grads.items():
+            grad[expert] = _parameter_gradient(problem, name, part)
+        if "x" in want or (want_probs and on_input):
             dx_slot = (dz @ call.gate_up[expert]).to(wide)
-            if placement == ProbPlacement.FC1_INPUT:
+            if on_input:
                 dprobs[rows.slots[span]] = (dx_slot * x.to(wide)).sum(-1)
                 dx_slot = dx_slot * p
             dx.index_add_(0, tokens, dx_slot)
-    return Gradients(
-        x=dx.to(dtype) if want.x else None,
-        topk_probs=dprobs.view_as(call.topk_probs).to(call.topk_probs.dtype) if want.topk_probs else None,
-        **grads,
-    )
+    if "x" in want:
+        grads["x"] = dx.to(dtype)
+    if want_probs:
+        grads["topk_probs"] = dprobs.view_as(call.topk_probs).to(call.topk_probs.dtype)
+    return Gradients(**grads)
+
+
+class _Part(NamedTuple):
+    """What the parameter gradients of one expert are made of; one row per row of the expert."""
+
+    # (rows, H) gradient of the second projection before ``scale``, in D.
+    dy: Tensor
+    # (rows, 2F or F) gradient of the first projection, in D.
+    dz: Tensor
+    # (rows, F) before ``scale``, unrounded.
+    h: Tensor
+    # (rows, H) and (rows, 1).
+    x: Tensor
+    p: Tensor
+    # The probability, where it comes after the activation.
+    scale: Tensor | float
+
+
+def _parameter_gradient(problem: Problem, name: str, part: _Part) -> Tensor:
+    wide = part.p.dtype
+    if name == "down":
+        return part.dy.T @ (part.h * part.scale).to(part.dy.dtype)
+    if name == "down_bias":
+        return (part.dy.to(wide) * part.scale).sum(0)
+    if name == "gate_up_bias":
+        return part.dz.to(wide).sum(0)
+    return part.dz.T @ _input(problem, part.x, part.p)
+
+
+def _derivative(problem: Problem, z: Tensor) -> act.Derivative:
+    if not problem.activation.gated:
+        return act.derivative(problem.activation, z, None)
+    return act.derivative(problem.activation, *split_gate_up(z, problem.layout))

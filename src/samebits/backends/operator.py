@@ -15,7 +15,7 @@ from samebits.activation import Activation
 from samebits.backends import choose
 from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
 from samebits.errors import must
-from samebits.problem import DTYPE_NAMES, DTYPES, ProbPlacement, Problem
+from samebits.problem import DTYPE_NAMES, DTYPES, Problem, ProbPlacement
 from samebits.weights import Layout, PostExpertNorm
 
 
@@ -34,7 +34,14 @@ class Options(NamedTuple):
         """Canonical spelling, made of strings only so that it can be traced."""
         norm = "" if self.norm is None else self.norm.key
         out = "" if self.out_dtype is None else DTYPE_NAMES[self.out_dtype]
-        parts = (self.activation.key, self.placement.value, self.layout.key, norm, out, self.backend)
+        parts = (
+            self.activation.key,
+            self.placement.value,
+            self.layout.key,
+            norm,
+            out,
+            self.backend,
+        )
         return "|".join(parts)
 
     @staticmethod
@@ -57,10 +64,18 @@ def _parse(text: str) -> Options:
 
 
 @lru_cache(maxsize=4096)
-def _problem(options: Options, sizes: tuple[int, ...], dtypes: tuple[str | None, ...], counted: bool, grad: bool, device: str) -> Problem:
+def _problem(
+    options: Options,
+    sizes: tuple[int, ...],
+    dtypes: tuple[str | None, ...],
+    counted: bool,
+    grad: bool,
+    device: str,
+) -> Problem:
     hidden, columns, experts, topk, total, start = sizes
     dtype, gate_up_bias, down_bias, probs = dtypes
-    assert dtype is not None and probs is not None
+    assert dtype is not None
+    assert probs is not None
     return Problem(
         H=hidden,
         F=columns,
@@ -91,7 +106,9 @@ def _device_name(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def problem_of(options: Options, call: Call, num_experts: int, expert_start: int, *, grad: bool) -> Problem:
+def problem_of(
+    options: Options, call: Call, num_experts: int, expert_start: int, *, grad: bool
+) -> Problem:
     """Return the problem that a call is; every field but T.
 
     Determinism: pure function of its arguments.
@@ -169,7 +186,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, z
 
 
-@torch.library.register_fake("samebits::experts_forward")
+@torch.library.register_fake("samebits::experts_forward")  # type: ignore[untyped-decorator]
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = Call(*arguments[:9])
     text, _, _, save = arguments[9:]
@@ -191,7 +208,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(call.x.new_empty(0) if g is None else g for g in grads)
 
 
-@torch.library.register_fake("samebits::experts_backward")
+@torch.library.register_fake("samebits::experts_backward")  # type: ignore[untyped-decorator]
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     call, wanted = Call(*arguments[:9]), arguments[14]
     tensors = [getattr(call, name) for name in DIFFERENTIABLE]
@@ -206,6 +223,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
+        out: Tensor
         out, z = torch.ops.samebits.experts_forward(*arguments, True)
         ctx.save_for_backward(*arguments[:9], z)
         ctx.options = arguments[9:]
@@ -241,7 +259,7 @@ def run(call: Call, options: Options, num_experts: int, expert_start: int) -> Te
     arguments = (*call, options.text, num_experts, expert_start)
     tensors = (getattr(call, name) for name in DIFFERENTIABLE)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        out: Tensor = _Experts.apply(*arguments)
+        out: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
         return out
     out, _ = torch.ops.samebits.experts_forward(*arguments, False)
     return out

@@ -1,8 +1,8 @@
 """The specification in torch: one loop over experts, every option, differentiable, any device.
 
 Written to be read beside CONTRACT.md sections 2, 3 and 5; nothing here is tuned. Values are rounded
-to the working dtype exactly where ``_round`` is called; all else is fp32 (fp64 for fp64), with exact
-products. Gradients are autograd's through these rounding points.
+to the working dtype exactly where ``_round`` is called; all else is fp32 (fp64 for fp64), with
+exact products. Gradients are autograd's through these rounding points.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samebits import activation as act
 from samebits.backends.call import DIFFERENTIABLE, Call, Gradients, accumulate_dtype
-from samebits.problem import DTYPES, ProbPlacement, Problem
+from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.routing import Permutation
 from samebits.weights import split_gate_up
 
@@ -46,7 +46,7 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
 def backward(
     problem: Problem, call: Call, z: Tensor, dout: Tensor, wanted: tuple[bool, ...]
 ) -> Gradients:
-    """Return the wanted gradients by autograd through ``compute``; recomputes instead of using ``z``.
+    """Return the wanted gradients by autograd through ``compute``, which runs again.
 
     Determinism: repeatable.
     """

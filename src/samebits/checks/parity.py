@@ -1,7 +1,7 @@
 """`samebits check parity`: do output and every gradient match fp64, over the catalogue of cases?
 
-Without TARGET, the backends of Samebits are judged. TARGET is ``module:function`` and names anyone's
-experts function, called as ``samebits.experts`` is::
+Without TARGET, the backends of Samebits are judged. TARGET is ``module:function``: anyone's experts
+function, called as ``samebits.experts`` is::
 
     function(x, routing, weights, activation, **options) -> Tensor
 
@@ -54,7 +54,12 @@ DEFAULT_BACKENDS = [name for name in BACKENDS if name != "reference"]
 DISTRIBUTIONS: tuple[Distribution, ...] = ("uniform", "dropped")
 
 # What foreign code raises; anything else (interrupts, memory) stops the check.
-_FOREIGN_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError) + (
+_FOREIGN_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
     OSError,
     RuntimeError,
     TypeError,
@@ -100,9 +105,8 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         device = env.default_device() if arguments.device is None else _device(arguments.device)
         subjects = _subjects(arguments.target, arguments.backend)
-        if arguments.tokens < 1:
-            raise ValueError(must("--tokens", "be >= 1", arguments.tokens))
-    except (ValueError, ImportError) as error:
+        tokens = _tokens(arguments.tokens)
+    except (TypeError, ValueError, ImportError) as error:
         print(f"samebits check parity: {error}", file=sys.stderr)
         return USAGE
     results = list(
@@ -110,7 +114,7 @@ def main(arguments: argparse.Namespace) -> int:
             subjects,
             arguments.case or list(CASES),
             device=device,
-            tokens=arguments.tokens,
+            tokens=tokens,
             forward=arguments.forward,
         )
     )
@@ -235,7 +239,8 @@ def load(target: str) -> ExpertsFunction:
     """Return the function that ``module:function`` names; the working directory is searched first.
 
     Raises:
-        ValueError: ``target`` has another form, or names nothing that can be called.
+        ValueError: ``target`` has another form, or names nothing.
+        TypeError: What it names cannot be called.
         ImportError: The module cannot be imported.
     """
     path, _, attributes = target.partition(":")
@@ -250,7 +255,7 @@ def load(target: str) -> ExpertsFunction:
             raise ValueError(must("TARGET", f"name something in {path}", repr(target)))
         found = getattr(found, name)
     if not callable(found):
-        raise ValueError(must("TARGET", "name a function", f"a {type(found).__name__}"))
+        raise TypeError(must("TARGET", "name a function", f"a {type(found).__name__}"))
     return found
 
 
@@ -266,6 +271,12 @@ def _unbindable(function: ExpertsFunction, problem: Problem) -> str | None:
     except TypeError as error:
         return f"its signature does not fit: {error}"
     return None
+
+
+def _tokens(count: int) -> int:
+    if count < 1:
+        raise ValueError(must("--tokens", "be >= 1", count))
+    return count
 
 
 def _device(name: str) -> torch.device:

@@ -7,7 +7,7 @@ swapped dimension cannot pass. A new shape or option is one line here, not a new
 from dataclasses import replace
 
 from samebits.activation import Activation
-from samebits.problem import ProbPlacement, Problem
+from samebits.problem import Problem, ProbPlacement
 from samebits.weights import Layout
 
 _SMALL = Problem(H=48, F=80, E=5, K=3, dtype="fp32", grad=True)

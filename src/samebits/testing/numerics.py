@@ -1,15 +1,15 @@
 """The error budget of CONTRACT section 6 and the bitwise assert; the only two ways to compare.
 
 For a set S of elements with exact values e, ``error(S) = rms(value - e) / max|e|``. A value passes
-where, over the whole tensor and over its worst row (parameter gradients: its worst expert, since one
-rounded value on the other side of a clamp moves a whole row of a weight gradient),
+where, over the whole tensor and over its worst row (parameter gradients: its worst expert, since
+one rounded value on the other side of a clamp moves a whole row of a weight gradient),
 
     error(value) <= 2 * error(plain) + 2 * eps(D)
 
-(fp64, where the oracle is no better: + 64 * eps) with ``plain`` the reference's plain loop in D, the worst row of each taken on its own, and eps the
-unit roundoff. Where the exact values of a row are all 0 the value must be exactly 0. A row's scale
-is its own max|e|; only rows of fewer than 16 elements (gradients of probabilities, single sums that
-may cancel to anything) take the tensor's.
+with ``plain`` the reference's plain loop in D, the worst row of each taken on its own, and eps the
+unit roundoff; in fp64, where the oracle is no better, 64 eps instead of 2. Where the exact values of
+a row are all 0 the value must be exactly 0. A row's scale is its own max|e|; only rows of fewer than
+16 elements (gradients of probabilities, single sums that may cancel to anything) take the tensor's.
 """
 
 from typing import NamedTuple
@@ -67,7 +67,9 @@ def judge(
         shapes = f"{tuple(value.shape)}, {tuple(plain.shape)}, {tuple(exact.shape)}"
         raise ValueError(f"value, plain and exact must have one shape, got {shapes}")
     if exact.numel() == 0:
-        return Judgement(passed=True, measured=0.0, allowed=0.0, worst_row=0.0, worst_allowed=0.0, row=0)
+        return Judgement(
+            passed=True, measured=0.0, allowed=0.0, worst_row=0.0, worst_allowed=0.0, row=0
+        )
     slack = (64 if dtype == torch.float64 else 2) * unit_roundoff(dtype)
     if per_expert:
         value, plain, exact = (t.flatten(1) for t in (value, plain, exact))

@@ -1,0 +1,118 @@
+"""The kinds of activation: one table row each, a function of the gate with its derivative."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+
+class Scalars(Protocol):
+    """What a kind may read of a ``samebits.Activation``."""
+
+    @property
+    def alpha(self) -> float:
+        """Slope of the gate's sigmoid."""
+
+    @property
+    def gate_softcap(self) -> float | None:
+        """Soft cap of the gate."""
+
+
+class ActivationKind(NamedTuple):
+    """One row of ``ACTIVATIONS``: the function of the gate, its derivative, what they read."""
+
+    # (gate, activation) -> act(gate); differentiable by autograd.
+    function: Callable[[Tensor, Scalars], Tensor]
+    # (gate, activation) -> d act / d gate.
+    derivative: Callable[[Tensor, Scalars], Tensor]
+    # Fields of Activation with a meaning for this kind; any other must be at its neutral value.
+    options: frozenset[str]
+    # Fields among ``options`` that have no neutral value and must be given.
+    required: frozenset[str] = frozenset()
+    # False where the kind exists in the gated form only.
+    ungated: bool = True
+
+
+def _silu(gate: Tensor, activation: Scalars) -> Tensor:
+    return gate * torch.sigmoid(activation.alpha * gate)
+
+
+def _silu_derivative(gate: Tensor, activation: Scalars) -> Tensor:
+    sigmoid = torch.sigmoid(activation.alpha * gate)
+    return sigmoid * (1.0 + activation.alpha * gate * (1.0 - sigmoid))
+
+
+def _gelu(gate: Tensor, activation: Scalars) -> Tensor:
+    return 0.5 * gate * (1.0 + torch.erf(gate * math.sqrt(0.5)))
+
+
+def _gelu_derivative(gate: Tensor, activation: Scalars) -> Tensor:
+    density = torch.exp(-0.5 * gate * gate) * (1.0 / math.sqrt(2.0 * math.pi))
+    return 0.5 * (1.0 + torch.erf(gate * math.sqrt(0.5))) + gate * density
+
+
+# tanh approximation of gelu: 0.5 g (1 + tanh(√(2/π) (g + 0.044715 g³))), Hendrycks & Gimpel 2016.
+_GELU_TANH_SCALE = math.sqrt(2.0 / math.pi)
+_GELU_TANH_CUBIC = 0.044715
+
+
+def _gelu_tanh(gate: Tensor, activation: Scalars) -> Tensor:
+    inner = _GELU_TANH_SCALE * (gate + _GELU_TANH_CUBIC * gate * gate * gate)
+    return 0.5 * gate * (1.0 + torch.tanh(inner))
+
+
+def _gelu_tanh_derivative(gate: Tensor, activation: Scalars) -> Tensor:
+    square = gate * gate
+    tanh = torch.tanh(_GELU_TANH_SCALE * (gate + _GELU_TANH_CUBIC * square * gate))
+    slope = _GELU_TANH_SCALE * (1.0 + 3.0 * _GELU_TANH_CUBIC * square)
+    return 0.5 * (1.0 + tanh) + 0.5 * gate * (1.0 - tanh * tanh) * slope
+
+
+def _relu(gate: Tensor, activation: Scalars) -> Tensor:
+    # The slope at 0 is 0, as in torch's own relu; the sign of a zero is kept.
+    value = torch.where(gate == 0, gate.detach(), gate)
+    return torch.where(gate < 0, torch.zeros_like(gate), value)
+
+
+def _relu_derivative(gate: Tensor, activation: Scalars) -> Tensor:
+    return (gate > 0).to(gate.dtype)
+
+
+def _relu2(gate: Tensor, activation: Scalars) -> Tensor:
+    positive = _relu(gate, activation)
+    return positive * positive
+
+
+def _relu2_derivative(gate: Tensor, activation: Scalars) -> Tensor:
+    return 2.0 * _relu(gate, activation)
+
+
+def _situ(gate: Tensor, activation: Scalars) -> Tensor:
+    cap = cast("float", activation.gate_softcap)
+    return cap * torch.tanh(gate / cap) * torch.sigmoid(gate)
+
+
+def _situ_derivative(gate: Tensor, activation: Scalars) -> Tensor:
+    cap = cast("float", activation.gate_softcap)
+    tanh, sigmoid = torch.tanh(gate / cap), torch.sigmoid(gate)
+    return sigmoid * ((1.0 - tanh * tanh) + cap * tanh * (1.0 - sigmoid))
+
+
+_CLAMPED = frozenset({"limit", "limit_position", "linear_offset"})
+
+ACTIVATIONS: Mapping[str, ActivationKind] = {
+    "silu": ActivationKind(_silu, _silu_derivative, _CLAMPED | {"alpha"}),
+    "gelu": ActivationKind(_gelu, _gelu_derivative, _CLAMPED),
+    "gelu_tanh": ActivationKind(_gelu_tanh, _gelu_tanh_derivative, _CLAMPED),
+    "relu": ActivationKind(_relu, _relu_derivative, _CLAMPED),
+    "relu2": ActivationKind(_relu2, _relu2_derivative, _CLAMPED),
+    "situ": ActivationKind(
+        _situ,
+        _situ_derivative,
+        frozenset({"gate_softcap", "up_softcap", "linear_offset"}),
+        required=frozenset({"gate_softcap"}),
+        ungated=False,
+    ),
+}

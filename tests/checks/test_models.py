@@ -69,7 +69,9 @@ def test_an_error_message_keeps_all_its_lines_on_one():
 
 
 def test_two_functions_in_one_class_fail_the_class():
-    found = {f.quantity: f for f in judge_class(ToyCase("toy.TwoFunctions", odd=False), torch.float32)}
+    found = {
+        f.quantity: f for f in judge_class(ToyCase("toy.TwoFunctions", odd=False), torch.float32)
+    }
     assert (found["out"].verdict, found["d_x"].verdict) == ("pass", "fail")
     assert found["d_x"].implementation == "class"
 

@@ -3,51 +3,16 @@
 import argparse
 import json
 import re
-from importlib.resources import files
 
 import pytest
 from models_provider import ToyLanguage, ToyProvider
+from models_schema import SCHEMA, breaches
 
 from samebits.checks.models import add_arguments, main
 from samebits.checks.models.finding import Finding
 from samebits.checks.models.report import cell, issue_text, summary, table
 
 pytestmark = pytest.mark.reference
-
-SCHEMA = json.loads(files("samebits.checks").joinpath("models.schema.json").read_text())
-TYPES = {
-    "object": dict,
-    "string": str,
-    "number": (int, float),
-    "integer": int,
-    "null": type(None),
-}
-
-
-def breaches(value, schema, path="$"):
-    """Yield where ``value`` breaks ``schema``; the keywords that the schema uses and no other."""
-    known = {"type", "enum", "const", "pattern", "required", "properties", "additionalProperties"}
-    assert schema.keys() <= known | {"description", "title", "$schema"}
-    kinds = schema.get("type", [])
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    if kinds and not any(isinstance(value, TYPES[kind]) for kind in kinds):
-        yield f"{path}: {value!r} is no {kinds}"
-        return
-    if "enum" in schema and value not in schema["enum"]:
-        yield f"{path}: {value!r} is none of {schema['enum']}"
-    if "const" in schema and value != schema["const"]:
-        yield f"{path}: {value!r} is not {schema['const']!r}"
-    if "pattern" in schema and not re.search(schema["pattern"], value):
-        yield f"{path}: {value!r} does not match"
-    if not isinstance(value, dict):
-        return
-    yield from (f"{path}: no {name}" for name in schema.get("required", ()) if name not in value)
-    for name, item in value.items():
-        inner = schema.get("properties", {}).get(name, schema.get("additionalProperties", {}))
-        if inner is False:
-            yield f"{path}: {name} is unknown"
-        else:
-            yield from breaches(item, inner, f"{path}.{name}")
 
 
 def run(*words, provider=None):
@@ -75,7 +40,12 @@ def test_every_line_of_json_keeps_the_schema(capsys):
 def test_the_schema_requires_every_field_and_refuses_others():
     example = json.loads(
         Finding(
-            model="m.C", case="odd", implementation="a", dtype="bf16", quantity="out", verdict="pass"
+            model="m.C",
+            case="odd",
+            implementation="a",
+            dtype="bf16",
+            quantity="out",
+            verdict="pass",
         ).to_json()
     )
     assert list(breaches(example, SCHEMA)) == []

@@ -1,4 +1,4 @@
-"""Wrong experts implementations, one fault each, and a module of experts classes made for a test."""
+"""Wrong experts implementations, one fault each, and a module made for a test."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,7 +87,7 @@ def registered(name: str, implementation: Implementation) -> Iterator[None]:
         del table[name]
 
 
-MODEL = '''
+MODEL = """
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
@@ -128,7 +128,7 @@ class BrandNewExperts(nn.Module):
             y = y * top_k_weights[tokens, choices, None]
             out.index_add_(0, tokens, (y OWN).to(out.dtype))
         return out
-'''
+"""
 
 
 def write_model(folder: Path, name: str, *, own: str = "") -> None:

@@ -79,7 +79,9 @@ def test_replaying_a_routing_overrules_the_router(cases):
             own = model(input_ids=tokens).logits
         with replayed(model, routings, slice(None)):
             same = model(input_ids=tokens).logits
-        turned = [[(ids.roll(1, 0), probs.roll(1, 0)) for ids, probs in calls] for calls in routings]
+        turned = [
+            [(ids.roll(1, 0), probs.roll(1, 0)) for ids, probs in calls] for calls in routings
+        ]
         with replayed(model, turned, slice(None)):
             other = model(input_ids=tokens).logits
         after = model(input_ids=tokens).logits

@@ -43,7 +43,10 @@ def test_integers_and_bools_pass():
     with Float64Casts():
         assert X.to(torch.int32).dtype == torch.int32
         assert (X > 0).dtype == torch.bool
-        assert torch.cumsum(torch.ones(3, dtype=torch.int64), 0, dtype=torch.int32).dtype == torch.int32
+        assert (
+            torch.cumsum(torch.ones(3, dtype=torch.int64), 0, dtype=torch.int32).dtype
+            == torch.int32
+        )
 
 
 def test_gradients_are_exact_too():

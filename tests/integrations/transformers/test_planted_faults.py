@@ -36,9 +36,7 @@ def findings(model, implementation, dtype=torch.bfloat16):
 
 
 def verdicts(model, implementation, case, dtype=torch.bfloat16):
-    return {
-        f.quantity: f.verdict for f in findings(model, implementation, dtype) if f.case == case
-    }
+    return {f.quantity: f.verdict for f in findings(model, implementation, dtype) if f.case == case}
 
 
 FAULTS = {
@@ -67,7 +65,9 @@ def test_what_is_right_passes(model):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_a_stale_scalar_passes_as_built_and_fails_after_the_change(dtype):
     found = findings(CLAMPED, StaleLimit(), dtype)
-    by_case = {case: worst([f for f in found if f.case == case]) for case in {f.case for f in found}}
+    by_case = {
+        case: worst([f for f in found if f.case == case]) for case in {f.case for f in found}
+    }
     assert by_case["default"].verdict == "pass"
     assert by_case["sensitivity:limit"].verdict == "fail"
     assert "limit 7 -> 3.5" in by_case["sensitivity:limit"].note

@@ -3,11 +3,11 @@ import sys
 import pytest
 import torch
 import transformers.models
+from planted import write_model
 from torch import nn
 
 from samebits.integrations.transformers import zoo
 from samebits.integrations.transformers.interface import load
-from planted import write_model
 
 pytestmark = pytest.mark.reference
 
@@ -15,7 +15,9 @@ pytestmark = pytest.mark.reference
 @pytest.fixture
 def models_folder(tmp_path, monkeypatch):
     """A folder that transformers' own discovery would look into, forgotten afterwards."""
-    monkeypatch.setattr(transformers.models, "__path__", [*transformers.models.__path__, str(tmp_path)])
+    monkeypatch.setattr(
+        transformers.models, "__path__", [*transformers.models.__path__, str(tmp_path)]
+    )
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:

@@ -14,19 +14,20 @@ from samebits.checks.models.finding import Finding
 from samebits.checks.models.language import judge_language
 from samebits.checks.models.outcome import THE_CLASS
 from samebits.checks.models.protocol import Found, LanguageBuilder, ModelProvider
-from samebits.checks.result import EXIT_CODES, FAILED, NOTHING_RUN, PASSED, USAGE
+from samebits.checks.result import FAILED, NOTHING_RUN, PASSED, USAGE
 from samebits.errors import UnsupportedError, must, unknown
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _DESCRIPTION = """\
-Find every experts class of the installed transformers, build each tiny, and judge every registered
-experts implementation of it, and ours, against the class's own code in fp64.
+Which experts implementations compute what the model says? Find every experts class of the
+installed transformers, build each tiny, and judge every registered experts implementation of it,
+and ours, against the class's own code in fp64.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``check models`` to ``parser``."""
-    parser.description, parser.epilog = _DESCRIPTION, EXIT_CODES
+    parser.description = _DESCRIPTION
     add = parser.add_argument
     add(
         "--model",
@@ -70,15 +71,10 @@ def main(arguments: argparse.Namespace, provider: ModelProvider | None = None) -
 
     Determinism: the findings are repeatable; inputs have fixed seeds.
     """
-    if provider is None:
-        try:
-            provider = _transformers()
-        except ImportError as error:
-            print(f"not_run: {error}", file=sys.stderr)
-            return NOTHING_RUN
     try:
+        provider = _transformers() if provider is None else provider
         plan = make_plan(arguments, provider)
-    except UnsupportedError as error:
+    except (ImportError, UnsupportedError) as error:
         print(f"not_run: {error}", file=sys.stderr)
         return NOTHING_RUN
     except ValueError as error:

@@ -129,7 +129,11 @@ def sentence(finding: Finding) -> str:
     if "mean" in finding.figures:
         row += f", mean |Δ log p| {finding.figures['mean']:.2g} nats"
     size = _size(finding.measured)
-    off = f"off by {size}, allowed {finding.allowed:.1e}" if size else "not 0 where it must be, or not finite"
+    off = (
+        f"off by {size}, allowed {finding.allowed:.1e}"
+        if size
+        else "not 0 where it must be, or not finite"
+    )
     return f"{where}: {finding.quantity} {off}{row}{by_arguments}"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from samebits.checks.models.protocol import Evidence, Plain, Results, Run, Sizes, UnbuildableError
 from samebits.integrations.transformers import tiny
-from samebits.integrations.transformers.implementations import EAGER, SAMEBITS
+from samebits.integrations.transformers.implementations import EAGER, SAMEBITS, device
 from samebits.integrations.transformers.oracle import Float64Casts
 from samebits.integrations.transformers.plain_loop import plain_loop, projections
 from samebits.integrations.transformers.plugin import attach
@@ -53,6 +53,11 @@ class Inputs:
     dout: Tensor
     # (T, K) bool: slots that are dropped.
     dropped: Tensor
+
+    def to(self, place: torch.device) -> "Inputs":
+        """Return them on another device."""
+        tensors = (self.x, self.topk_ids, self.topk_probs, self.dout, self.dropped)
+        return Inputs(*(tensor.to(place) for tensor in tensors))
 
 
 class TinyExperts:
@@ -106,7 +111,8 @@ class TinyExperts:
         scalars: Mapping[str, float] | None = None,
     ) -> Run:
         """Run one implementation; see ``ExpertsCase.run``."""
-        module = self._module(dtype, dtype)
+        place = device()
+        module = self._module(dtype, dtype).to(place)
         module.config._experts_implementation = implementation
         if dropped:
             _expect_dropped(module)
@@ -117,10 +123,12 @@ class TinyExperts:
             inputs = self._inputs(dtype, drop=dropped)
             if dropped:
                 inputs = _marked(inputs, self._sizes.E)
+            inputs = inputs.to(place)
             if scalars:
                 _forward_backward(module, _call, inputs)
                 _set(module, scalars)
-            return Run(_forward_backward(module, _call, inputs), evidence)
+            results = _forward_backward(module, _call, inputs)
+            return Run({name: value.cpu() for name, value in results.items()}, evidence)
 
     def oracle(
         self,

@@ -3,6 +3,8 @@
 import dis
 from types import TracebackType
 
+import torch
+
 from samebits.integrations.transformers import plugin
 from samebits.integrations.transformers.interface import load
 
@@ -17,6 +19,14 @@ _TORCH_LIMITS = (
     "Class values must be smaller than num_classes",
 )
 _RAISE = dis.opmap["RAISE_VARARGS"]
+
+
+def device() -> torch.device:
+    """Return where implementations run: a CUDA device where there is one, since kernels need it.
+
+    Oracle and plain loop always run on CPU.
+    """
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def implementations() -> list[str]:

@@ -19,7 +19,7 @@ from samebits.checks.models.protocol import (
 )
 from samebits.integrations.transformers import tiny, zoo
 from samebits.integrations.transformers.experts_case import kernel
-from samebits.integrations.transformers.implementations import EAGER, SAMEBITS
+from samebits.integrations.transformers.implementations import EAGER, SAMEBITS, device
 from samebits.integrations.transformers.language_config import shrink
 from samebits.integrations.transformers.oracle import Float64Casts
 from samebits.integrations.transformers.plain_loop import plain_loop
@@ -171,7 +171,7 @@ class TinyLanguageModel:
         flipped = choices = 0
         for own, theirs in zip(routings, self._oracle(dtype)[1], strict=True):
             for (ids, _), (exact, _) in zip(own, theirs, strict=True):
-                flipped += int((ids.sort(-1).values != exact.sort(-1).values).any(-1).sum())
+                flipped += int((ids.cpu().sort(-1).values != exact.sort(-1).values).any(-1).sum())
                 choices += ids.shape[0]
         return Flips(flipped, choices)
 
@@ -190,6 +190,7 @@ class TinyLanguageModel:
         model = self._copy(dtype, dtype)
         for module in experts_modules(model):
             module.config._experts_implementation = implementation
+        model.to(device())
         if implementation == SAMEBITS:
             attach(model)
         return model
@@ -240,5 +241,6 @@ class TinyLanguageModel:
 
 def _logits(model: Any, tokens: Tensor) -> Tensor:
     with torch.no_grad():
-        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
-    return logits
+        place = next(model.parameters()).device
+        logits: Tensor = model(input_ids=tokens.to(place), use_cache=False).logits
+    return logits.cpu()

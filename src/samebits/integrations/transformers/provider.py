@@ -31,6 +31,11 @@ class FoundBroken:
         raise UnbuildableError(self.broken.reason)
 
 
+def _device_name() -> str:
+    place = registered.device()
+    return torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
+
+
 class Transformers:
     """The installed transformers: a ``ModelProvider``."""
 
@@ -42,6 +47,7 @@ class Transformers:
             "torch": str(torch.__version__),
             "transformers": str(transformers.__version__),
             "python": platform.python_version(),
+            "device": _device_name(),
         }
 
     def implementations(self) -> list[str]:

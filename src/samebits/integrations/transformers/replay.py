@@ -55,8 +55,9 @@ def replayed(model: nn.Module, routings: Routings, rows: slice) -> Iterator[None
         ids, probs = _positions(arguments)
         exact_ids, exact_probs = next(calls[index])
         replaced = list(arguments)
-        replaced[ids] = exact_ids[rows].to(arguments[ids].dtype)
-        replaced[probs] = exact_probs[rows].to(arguments[probs].dtype)
+        # Device and dtype of what the model's own router gave.
+        replaced[ids] = exact_ids[rows].to(arguments[ids])
+        replaced[probs] = exact_probs[rows].to(arguments[probs])
         return tuple(replaced)
 
     with _hooked(experts_modules(model), replace):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 TIERS = frozenset({"reference", "interpret", "compile", "gpu", "distributed"})
 HAS_GPU = torch.cuda.is_available()
@@ -72,6 +73,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """Fill memory that the package takes uninitialised with NaN: a forgotten write shows."""
+    # ``with torch.device(…)`` knows the functions that take memory by identity, once looked up.
+    _device_constructors()
     with pytest.MonkeyPatch.context() as patch:
         for owner, names in (
             (torch, ("empty", "empty_like", "empty_strided")),

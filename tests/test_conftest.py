@@ -26,6 +26,11 @@ def test_memory_that_the_package_takes_is_nan(take: str) -> None:
     assert memory.isnan().all()
 
 
+def test_a_default_device_is_still_seen() -> None:
+    with torch.device("meta"):
+        assert torch.empty(3).device.type == "meta"
+
+
 def test_integers_and_memory_of_others_are_left_alone() -> None:
     package = {"__name__": "samebits.somewhere", "torch": torch}
 

@@ -65,7 +65,7 @@ def test_a_problem_is_parsed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--problem", "H=64 Q=1"], "unknown problem field 'Q'"),
         (["--problem", "H=0 F=1 E=1 K=1 dtype=bf16"], "H must be >= 1, got 0"),
-        (["--model", "no/such/folder"], "--model must be a folder with a config.json"),
+        (["--model", "no/such/folder"], "the folder must hold a config.json, got no/such/folder"),
         (["--case", "bogus"], "invalid choice: 'bogus'"),
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 from samebits import env
 from samebits.backends import BACKENDS, explain
 from samebits.checks.result import EXIT_CODES, NOTHING_RUN, PASSED, USAGE, print_table
-from samebits.errors import UnsupportedError, must
+from samebits.errors import UnsupportedError
 from samebits.problem import Problem
 from samebits.testing.cases import CASES, MODELS
 
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--case", choices=names, metavar="NAME", help="a case; default: every case")
     what.add_argument("--problem", metavar="TEXT", help='str(problem), as in "H=64 F=96 E=8 K=2 …"')
     what.add_argument("--model", metavar="DIR", help="a folder with a transformers config.json")
+    parser.add_argument("--grad", action="store_true", help="with gradients, as training needs")
     parser.add_argument("--device", help='"cpu", "sm_90" and so on; default: this machine\'s')
 
 
@@ -50,9 +51,9 @@ def main(arguments: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"samebits explain: {error}", file=sys.stderr)
         return USAGE
-    if len(problems) == 1:
-        ((name, problem),) = problems.items()
-        _print_one(name, problem)
+    if len(problems) == 1 or arguments.model is not None:
+        for name, problem in problems.items():
+            _print_one(name, problem)
     else:
         _print_all(problems)
     able = all(None in explain(problem).values() for problem in problems.values())
@@ -83,36 +84,20 @@ def _problems(arguments: argparse.Namespace) -> dict[str, Problem]:
     elif arguments.problem is not None:
         problems = {"problem": Problem.parse(arguments.problem)}
     elif arguments.model is not None:
-        problems = {arguments.model: _problem_of_model(Path(arguments.model))}
+        problems = _problems_of_model(Path(arguments.model))
+    if arguments.grad:
+        problems = {name: replace(problem, grad=True) for name, problem in problems.items()}
     if arguments.device is None and arguments.problem is not None:
         return problems
     device = arguments.device or env.architecture(env.default_device())
     return {name: replace(problem, device=device) for name, problem in problems.items()}
 
 
-def _problem_of_model(folder: Path) -> Problem:
-    """Return the problem of the experts that ``config.json`` describes.
+def _problems_of_model(folder: Path) -> dict[str, Problem]:
+    # The one place where this command names a framework.
+    from samebits.integrations.transformers.configuration import problems_of_folder
 
-    Raises:
-        ImportError: transformers is not installed.
-        OSError, ValueError: There is no config.json, or transformers cannot read it.
-        UnsupportedError: The model has no experts, or some that Samebits does not know.
-    """
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(must("--model", "be a folder with a config.json", folder))
-    from transformers import AutoConfig
-
-    from samebits.integrations import transformers as plugin
-
-    problem_of_config = getattr(plugin, "problem_of_config", None)
-    if problem_of_config is None:
-        raise UnsupportedError(
-            "configurations cannot be read yet\nhint: samebits.integrations.transformers.attach("
-            "model) translates a loaded model and names what it refuses"
-        )
-    problem = problem_of_config(AutoConfig.from_pretrained(folder, local_files_only=True))
-    assert isinstance(problem, Problem)
-    return problem
+    return problems_of_folder(folder)
 
 
 def _print_one(name: str, problem: Problem) -> None:

@@ -96,10 +96,9 @@ def test_the_command_explains_a_folder(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_configuration_that_transformers_cannot_build_is_refused() -> None:
-    config = _gpt_oss()
-    config.hidden_size = None
+    config = AutoConfig.for_model("hunyuan_v1_moe", head_dim=None, num_hidden_layers=1)
 
-    with pytest.raises(UnsupportedError, match="transformers cannot build the model: TypeError"):
+    with pytest.raises(UnsupportedError, match="transformers cannot build the model"):
         problems_of_config(config)
 
 

@@ -70,7 +70,7 @@ def problems_of_config(config: Any) -> dict[str, Problem]:
     try:
         with torch.device("meta"):
             model = AutoModel.from_config(config)  # type: ignore[no-untyped-call]
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+    except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError) as error:
         raise UnsupportedError(f"transformers cannot build the model: {error!r}") from error
     attach(model)
     problems: dict[str, Problem] = {}

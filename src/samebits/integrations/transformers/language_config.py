@@ -22,14 +22,15 @@ _RULES: tuple[tuple[str, int | None], ...] = (
     (r"^(num_local_experts|num_experts|n_routed_experts|moe_num_experts)$", 6),
     (r"^(num_experts_per_tok\w*|moe_topk|moe_k|top_k_experts|moe_top_k)$", 2),
     (r"shared_experts$", 1),
-    (r"^(n_group|topk_group|num_expert_group)$", 1),
+    (r"^(n_group|topk_group|num_expert_group)$|n_groups$", 1),
     (r"lora_rank", 16),
     (r"max_position_embeddings", 128),
     (r"sliding_window|index_topk|window_size", 16),
     (r"index_n_heads", 2),
     (r"^(first_k_dense\w*|moe_layer_start_index|num_dense_layers|num_hash_layers)$", 0),
     (r"(mamba_n|mamba_num|linear_num_value|linear_num_key|num_ssm)_heads", 4),
-    (r"mamba_d_head|mamba_head_dim|linear_.*_head_dim|mamba_d_state|ssm_state_size", 16),
+    (r"mamba_d_head", 32),
+    (r"mamba_head_dim|linear_.*_head_dim|mamba_d_state|ssm_state_size", 16),
     (r"_token(_id)?$", None),
 )
 _OPTIONAL_SIZE = re.compile(r"^(num_|n_|moe_int|hidden_size$|head_dim$|intermediate)")

@@ -32,7 +32,7 @@ from samebits.integrations.transformers.replay import (
 )
 
 # One of each function that models compute between the projections, and of each kind of router.
-FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v4", "minimax_m3_vl", "olmoe")
+FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v4", "minimax_m3_vl", "nemotron_h")
 _HEADS = ("ForCausalLM", "ForConditionalGeneration")
 _MOST_PARAMETERS = 60_000_000
 _BATCH, _LENGTH = 2, 32
@@ -132,7 +132,8 @@ class TinyLanguageModel:
         self._exact: dict[torch.dtype, tuple[Tensor, Routings]] = {}
         self._scale_head()
         self._ablation = self._scale_experts()
-        logits = _logits(self._copy(torch.float64, torch.float64), self._tokens)
+        with Float64Casts():
+            logits = _logits(self._copy(torch.float64, torch.float64), self._tokens)
         # Targets are drawn from the model itself: what it would generate and be trained on.
         chances = logits.double().softmax(-1).flatten(0, 1)
         self._targets = torch.multinomial(chances, 1, generator=generator).view(_BATCH, _LENGTH)
@@ -184,7 +185,17 @@ class TinyLanguageModel:
         return self._exact[dtype]
 
     def _copy(self, dtype: torch.dtype, wide: torch.dtype) -> Any:
-        return copy.deepcopy(self._master).to(dtype).to(wide)
+        """Return a copy rounded to ``dtype`` and held in ``wide``, as from_pretrained would.
+
+        Some modules stay in fp32 whatever the dtype: their code multiplies in fp32.
+        """
+        model = copy.deepcopy(self._master)
+        kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            in_fp32 = any(f".{part}." in f".{name}." for part in kept)
+            if tensor.is_floating_point() and not in_fp32:
+                tensor.data = tensor.data.to(dtype)
+        return model.to(wide) if wide == torch.float64 else model
 
     def _implemented(self, implementation: str, dtype: torch.dtype) -> Any:
         model = self._copy(dtype, dtype)

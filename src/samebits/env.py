@@ -6,7 +6,8 @@ computed, or how a command shows it; ``samebits env`` prints the ones in effect.
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 
 import torch
@@ -51,6 +52,21 @@ def for_child(**changes: str | None) -> dict[str, str]:
     """
     merged = {**os.environ, **changes}
     return {name: value for name, value in merged.items() if value is not None}
+
+
+@contextmanager
+def changed(**changes: str) -> Iterator[None]:
+    """Set variables of this process for a while; for processes that belong to a check."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def version_of(package: str) -> str | None:

@@ -15,5 +15,6 @@ from collections.abc import Mapping
 # Name on the command line -> module, imported when it is chosen.
 CHECKS: Mapping[str, str] = {
     "models": "samebits.checks.models",
+    "compile": "samebits.checks.compile",
     "parity": "samebits.checks.parity",
 }

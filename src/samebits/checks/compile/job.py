@@ -1,0 +1,89 @@
+"""What a worker is told, and what it says of each call; files of JSON between processes."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from samebits.checks.compile.evaluate import Wanted
+from samebits.checks.compile.sequence import Option, Phase, Scenario
+from samebits.checks.compile.target import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The work of one process."""
+
+    kind: Literal["survey", "run"]
+    target: Target
+    # For files of this audit.
+    folder: str
+    # Where the answer goes.
+    output: str
+    scenarios: tuple[Scenario, ...] = ()
+    phase: Phase = "fresh"
+    # Facts of the survey.
+    wanted: Wanted | None = None
+    shapes: int = 1
+    compiled: bool = False
+    # Scenario -> tensor -> distance of the very first call.
+    first: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    # Whether calls of the compiled code are timed afterwards.
+    timed: bool = False
+
+    def cache_of(self, scenario: Scenario) -> str:
+        """Return the cache directory that both phases of a scenario share."""
+        names = "".join(c if c.isalnum() else "-" for c in f"{scenario.name}-{scenario.remedy}")
+        return str(Path(self.folder) / "cache" / names)
+
+    def write(self, path: Path) -> None:
+        """Write the job for ``read``."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def read(path: Path) -> "Job":
+        """Return the job that ``write`` wrote."""
+        values: dict[str, Any] = json.loads(path.read_text())
+        values["target"] = Target(**values["target"])
+        values["scenarios"] = tuple(_scenario(s) for s in values["scenarios"])
+        return Job(**values)
+
+
+def _scenario(values: dict[str, Any]) -> Scenario:
+    options = tuple(Option(o["path"], tuple(o["values"])) for o in values.pop("options"))
+    return Scenario(options=options, **values)
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One compiled call: what it was given, whether it was right, what it cost."""
+
+    scenario: str
+    phase: Phase
+    index: int
+    values: dict[str, Any] = field(default_factory=dict)
+    shape: int = 0
+    # The call did not come about; the reason.
+    error: str = ""
+    wrong: bool = False
+    # The worst tensor, its distance from the eager result, what was allowed.
+    tensor: str = ""
+    distance: float = 0.0
+    allowed: float = 0.0
+    # The element that is furthest off.
+    actual: float | None = None
+    expected: float | None = None
+    # Of the first call only: distances by tensor.
+    first: dict[str, float] = field(default_factory=dict)
+    # Graphs captured; graphs that take a float and came from the cache; guards that it forgets.
+    graphs: int = 0
+    reused: int = 0
+    dropped: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    # Median of a compiled call, where it was asked for.
+    microseconds: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON values."""
+        return asdict(self)

@@ -1,0 +1,105 @@
+"""A place that holds a value, wherever it is, and the places inside it."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+Kind = Literal["float", "int", "bool"]
+
+# Longer sequences are data, not options.
+_LONGEST = 16
+
+
+def kind_of(value: object) -> Kind | None:
+    """Return the kind of a Python number, None for everything else."""
+    for kind in (bool, int, float):
+        if type(value) is kind:
+            return kind.__name__  # type: ignore[return-value]  # the three names of Kind
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value is: a readable path, and functions that read and write it."""
+
+    path: str
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+    @classmethod
+    def of_item(cls, holder: Any, key: Any, path: str) -> "Place":
+        """Return the place of ``holder[key]``."""
+
+        def write(value: Any) -> None:
+            holder[key] = value
+
+        return cls(path, lambda: holder[key], write)
+
+    @classmethod
+    def of_attribute(cls, holder: Any, name: str, path: str) -> "Place":
+        """Return the place of ``holder.name``; frozen objects are written to all the same."""
+
+        def write(value: Any) -> None:
+            try:
+                setattr(holder, name, value)
+            except dataclasses.FrozenInstanceError:
+                object.__setattr__(holder, name, value)
+
+        return cls(path, lambda: getattr(holder, name), write)
+
+
+def children(place: Place, skip: frozenset[str] = frozenset()) -> Iterator[Place]:
+    """Yield the places inside the value at ``place`` that could hold numbers.
+
+    Args:
+        place: Of a container, dataclass, module or other plain object.
+        skip: Names of attributes to leave out.
+    """
+    value = place.get()
+    if isinstance(value, dict):
+        for key in list(value):
+            yield Place.of_item(value, key, f"{place.path}[{key!r}]")
+    elif isinstance(value, list):
+        for index in range(min(len(value), _LONGEST)):
+            yield Place.of_item(value, index, f"{place.path}[{index}]")
+    elif isinstance(value, tuple):
+        yield from _of_tuple(place, value)
+    elif _open(value):
+        yield from _of_object(place, value, skip)
+
+
+def _of_tuple(place: Place, value: tuple[Any, ...]) -> Iterator[Place]:
+    names = getattr(value, "_fields", None)
+    for index in range(min(len(value), _LONGEST)):
+
+        def write(item: Any, index: int = index) -> None:
+            items = list(place.get())
+            items[index] = item
+            place.set(type(value)(*items) if names else tuple(items))
+
+        path = f"{place.path}.{names[index]}" if names else f"{place.path}[{index}]"
+        yield Place(path, lambda index=index: place.get()[index], write)  # type: ignore[misc]
+
+
+def _of_object(place: Place, value: Any, skip: frozenset[str]) -> Iterator[Place]:
+    if isinstance(value, nn.Module):
+        for name in value._modules:
+            yield Place.of_attribute(value, name, f"{place.path}.{name}")
+    names = list(getattr(value, "__dict__", {}))
+    if dataclasses.is_dataclass(value):
+        names = list(dict.fromkeys([*(f.name for f in dataclasses.fields(value)), *names]))
+    for name in names:
+        if name not in skip and not name.startswith("__"):
+            yield Place.of_attribute(value, name, f"{place.path}.{name}")
+
+
+def _open(value: Any) -> bool:
+    """Return whether ``value`` is an object whose attributes can be options."""
+    if isinstance(value, (type, torch.Tensor, str, bytes)) or callable(value):
+        return isinstance(value, nn.Module)
+    if (type(value).__module__ or "").partition(".")[0] == "torch":
+        return isinstance(value, nn.Module)
+    return hasattr(value, "__dict__") or dataclasses.is_dataclass(value)

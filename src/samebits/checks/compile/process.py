@@ -1,0 +1,164 @@
+"""Start workers, follow what they say, stop them at the deadline, go on after one that died."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from samebits import env
+from samebits.checks.compile.job import Job, StepRecord
+from samebits.checks.compile.sequence import Scenario
+
+_POLL_SECONDS = 0.05
+_WORKER = "samebits.checks.compile.worker"
+_SOURCE = str(Path(__file__).resolve().parents[3])
+
+
+class Deadline:
+    """A moment that may never come."""
+
+    def __init__(self, budget: float | None) -> None:
+        self._end = None if budget is None else time.monotonic() + budget
+
+    @property
+    def left(self) -> float:
+        """Seconds until then, infinite where there is no budget."""
+        return float("inf") if self._end is None else self._end - time.monotonic()
+
+
+@dataclass
+class Answer:
+    """What the workers of one phase said, and why what is missing is missing."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    # Detector -> why it could not be set up.
+    missing: dict[str, str] = field(default_factory=dict)
+    # Scenario -> why it was not finished.
+    unfinished: dict[str, str] = field(default_factory=dict)
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a worker: this one's, single-threaded, able to import the same."""
+    paths = [_SOURCE, *(path or "." for path in sys.path)]
+    return env.for_child(
+        OMP_NUM_THREADS="1",
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+        PYTHONPATH=":".join(dict.fromkeys(paths)),
+        TORCH_LOGS=None,
+        TORCHINDUCTOR_FORCE_DISABLE_CACHES=None,
+    )
+
+
+def ask(job: Job, deadline: Deadline) -> dict[str, Any]:
+    """Run a survey, and return what it found or ``{"error": …}``."""
+    process = _Process(job)
+    if not process.wait(deadline):
+        return {"error": "", "late": True}
+    if not Path(job.output).exists():
+        return {"error": f"the survey ended with code {process.code}: {process.last_words()}"}
+    found: dict[str, Any] = json.loads(Path(job.output).read_text())
+    return found
+
+
+def run(job: Job, deadline: Deadline, *, stop_at_first: bool = False) -> Answer:
+    """Run the scenarios of a job; where a worker dies, another one goes on after its scenario.
+
+    Args:
+        job: Of kind "run".
+        deadline: Workers are killed then; what they have not finished is unfinished.
+        stop_at_first: End the worker as soon as a call is wrong.
+    """
+    answer = Answer()
+    left: Sequence[Scenario] = job.scenarios
+    turn = 0
+    while left:
+        turn += 1
+        part = replace(job, scenarios=tuple(left), output=f"{job.output}.{turn}")
+        left = _run_part(part, deadline, stop_at_first, answer)
+    return answer
+
+
+def _run_part(
+    job: Job, deadline: Deadline, stop_at_first: bool, answer: Answer
+) -> Sequence[Scenario]:
+    """Run one worker, and return the scenarios that another one should go on with."""
+    process = _Process(job)
+    expected = {s.name: len(s.steps(job.phase)) for s in job.scenarios}
+    done: dict[str, int] = dict.fromkeys(expected, 0)
+    for line in process.lines(deadline):
+        if "missing" in line:
+            answer.missing |= line["missing"]
+            continue
+        record = StepRecord(**line)
+        answer.steps.append(record)
+        done[record.scenario] = expected[record.scenario] if record.error else record.index + 1
+        if record.wrong and stop_at_first:
+            process.kill()
+            return ()
+    open_ones = [s for s in job.scenarios if done[s.name] < expected[s.name]]
+    if not open_ones:
+        return ()
+    if deadline.left <= 0:
+        for scenario in open_ones:
+            answer.unfinished[scenario.name] = "the budget ran out"
+        return ()
+    reason = f"the process ended with code {process.code}: {process.last_words()}"
+    answer.unfinished[open_ones[0].name] = reason
+    return open_ones[1:]
+
+
+class _Process:
+    """One worker, with its output in files."""
+
+    def __init__(self, job: Job) -> None:
+        self._output = Path(job.output)
+        stem = Path(job.folder) / self._output.name
+        job.write(path := stem.with_suffix(stem.suffix + ".job"))
+        self._words = stem.with_suffix(stem.suffix + ".log")
+        with self._words.open("wb") as words:
+            command = [sys.executable, "-m", _WORKER, str(path)]
+            self._process = subprocess.Popen(
+                command, stdout=words, stderr=words, stdin=subprocess.DEVNULL, env=environment()
+            )
+
+    @property
+    def code(self) -> int | None:
+        return self._process.returncode
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def wait(self, deadline: Deadline) -> bool:
+        """Wait for the end, and return whether it came before the deadline."""
+        while self._process.poll() is None:
+            if deadline.left <= 0:
+                self.kill()
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def lines(self, deadline: Deadline) -> Iterator[dict[str, Any]]:
+        """Yield lines as they come, until the worker ends or the deadline ends it."""
+        read = 0
+        while True:
+            ended = self._process.poll() is not None
+            if self._output.exists():
+                with self._output.open() as output:
+                    output.seek(read)
+                    while (line := output.readline()).endswith("\n"):
+                        read = output.tell()
+                        yield json.loads(line)
+            if ended:
+                return
+            if deadline.left <= 0:
+                self.kill()
+            time.sleep(_POLL_SECONDS)
+
+    def last_words(self) -> str:
+        lines = [line for line in self._words.read_text(errors="replace").splitlines() if line]
+        return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,201 @@
+"""What an audit says: verdicts, and for each fault the facts that a bug report needs."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from samebits.checks.compile.audit import Audit
+from samebits.checks.compile.job import StepRecord
+from samebits.checks.compile.sequence import Scenario
+from samebits.checks.result import Result, Verdict
+
+
+def results(audit: Audit) -> list[Result]:
+    """Return one verdict for each sequence, number without one, and thing that was not tried.
+
+    Determinism: pure function of the audit.
+    """
+    found = [_of_scenario(audit, scenario) for scenario in audit.scenarios]
+    for path, facts in audit.remembers.items():
+        note = (
+            f"the eager function itself remembers: after {facts['first']!r} it gives another result"
+        )
+        found.append(_result(audit, path, path, "fail", note, facts["effect"]))
+    for number in audit.numbers:
+        if number.note and number.path not in audit.remembers:
+            found.append(_result(audit, number.path, number.path, "not_run", number.note))
+    named = {scenario.name for scenario in audit.scenarios}
+    for name, reason in audit.unfinished.items():
+        if name not in named:
+            found.append(_result(audit, name, "", "not_run", reason))
+    for detector, reason in audit.missing.items():
+        found.append(_result(audit, detector, "", "not_run", f"not checked: {reason}"))
+    return found
+
+
+def _result(
+    audit: Audit,
+    case: str,
+    problem: str,
+    verdict: Verdict,
+    note: str,
+    measured: float | None = None,
+) -> Result:
+    return Result(
+        check="compile",
+        case=case,
+        problem=problem,
+        backend=audit.target,
+        verdict=verdict,
+        measured=measured,
+        note=note,
+    )
+
+
+def _of_scenario(audit: Audit, scenario: Scenario) -> Result:
+    steps = audit.of(scenario.name)
+    wrong = [step for step in steps if step.wrong]
+    latent = [step for step in audit.latent if step.scenario == scenario.name]
+    errors = [step.error for step in steps if step.error]
+    worst = max(wrong or steps, key=lambda step: step.distance, default=None)
+    verdict: Verdict = "pass"
+    if wrong:
+        verdict, note = "fail", _describe(wrong[0])
+    elif latent:
+        verdict, note = "fail", _describe_latent(latent[0])
+    elif errors:
+        verdict, note = "not_run", f"the compiled call raises {errors[0]}"
+    elif scenario.name in audit.unfinished:
+        verdict, note = "not_run", audit.unfinished[scenario.name]
+    elif not steps:
+        verdict, note = "not_run", "it was stopped before"
+    else:
+        note = storm(scenario, steps)
+    return Result(
+        check="compile",
+        case=scenario.name,
+        problem=", ".join(option.path for option in scenario.options),
+        backend=audit.target,
+        verdict=verdict,
+        measured=None if worst is None or verdict == "not_run" else worst.distance,
+        allowed=None if worst is None or verdict == "not_run" else worst.allowed,
+        note=note,
+    )
+
+
+def storm(scenario: Scenario, steps: list[StepRecord]) -> str:
+    """Return a note on recompilations: one graph for each value is right, and slow."""
+    fresh = [step for step in steps if step.phase == "fresh" and step.shape == 0]
+    values = {tuple(step.values.items()) for step in fresh}
+    graphs = sum(step.graphs for step in fresh)
+    per_call = max(1, fresh[0].graphs) if fresh else 1
+    if len(values) > 2 and graphs >= len(values) * per_call:
+        return f"recompiles for every value: {graphs} graphs for {len(values)} values"
+    return f"{graphs} graphs for {len(values)} values"
+
+
+def _describe(step: StepRecord) -> str:
+    values = ", ".join(f"{path}={value!r}" for path, value in step.values.items())
+    if step.index == 0 and step.phase == "fresh":
+        return f"differs on the very first call ({values}): not a stale number; {step.tensor}"
+    where = "second process, warm cache" if step.phase == "warm" else "same process"
+    return f"{step.tensor} is wrong at call {step.index + 1} ({values}), {where}"
+
+
+def _describe_latent(step: StepRecord) -> str:
+    if step.dropped:
+        return f"right on these inputs, but the cache forgets the guard {step.dropped[0]}"
+    return "right on these inputs, but code for another value was taken from the cache"
+
+
+def faults(audit: Audit) -> Iterator[dict[str, Any]]:
+    """Yield the facts of each failing sequence, as JSON values."""
+    for scenario in audit.scenarios:
+        steps = audit.of(scenario.name)
+        wrong = [step for step in steps if step.wrong]
+        guards = sorted({guard for step in steps for guard in step.dropped})
+        if not wrong and not guards:
+            continue
+        yield {
+            "paths": [option.path for option in scenario.options],
+            "gradient": scenario.gradient,
+            "dynamic": scenario.dynamic,
+            "values": [step.values for step in steps if step.phase == "fresh"],
+            "guards": guards,
+            "wrong_calls": [_facts(step) for step in wrong],
+            "graphs": sum(step.graphs for step in steps if step.phase == "fresh"),
+            "reused": sum(step.reused for step in steps),
+            "other_process": any(step.phase == "warm" for step in wrong),
+        }
+
+
+def _facts(step: StepRecord) -> dict[str, Any]:
+    return {
+        "process": step.phase,
+        "call": step.index + 1,
+        "values": step.values,
+        "shape": step.shape,
+        "tensor": step.tensor,
+        "distance": step.distance,
+        "allowed": step.allowed,
+        "expected": step.expected,
+        "actual": step.actual,
+    }
+
+
+def remedy_rows(audit: Audit) -> list[dict[str, Any]]:
+    """Return for each remedy tried whether it was right, and what it cost."""
+    rows = []
+    for name, steps in audit.remedies.items():
+        errors = [step.error for step in steps if step.error]
+        calls = [step for step in steps if step.microseconds is None and not step.error]
+        times = [step.microseconds for step in steps if step.microseconds is not None]
+        fresh = [step for step in calls if step.phase == "fresh"]
+        rows.append(
+            {
+                "remedy": name,
+                "verdict": "not applicable" if errors else _right(calls),
+                "graphs": sum(step.graphs for step in fresh),
+                "compile_seconds": round(sum(s.seconds for s in fresh if s.graphs), 2),
+                "microseconds": round(times[0], 1) if times else None,
+                "note": errors[0] if errors else "",
+            }
+        )
+    return rows
+
+
+def _right(calls: list[StepRecord]) -> str:
+    if not calls:
+        return "not run"
+    if any(step.wrong for step in calls):
+        return "wrong"
+    return "right"
+
+
+def to_json(audit: Audit) -> Mapping[str, Any]:
+    """Return everything as JSON values.
+
+    Determinism: pure function of the audit.
+    """
+    return {
+        "target": audit.target,
+        "versions": dict(audit.versions),
+        "numbers": [
+            {"path": n.path, "kind": n.kind, "values": list(n.values), "note": n.note}
+            for n in audit.numbers
+        ],
+        "results": [
+            {
+                "case": r.case,
+                "verdict": r.verdict,
+                "measured": r.measured,
+                "allowed": r.allowed,
+                "note": r.note,
+            }
+            for r in results(audit)
+        ],
+        "faults": list(faults(audit)),
+        "not_checked": dict(audit.missing),
+        "remedies": remedy_rows(audit),
+        "remedies_not_tried": dict(audit.remedies_not_tried),
+        "reproducer": audit.reproducer,
+    }

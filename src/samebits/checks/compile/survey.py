@@ -1,0 +1,224 @@
+"""In a process of its own: find the numbers, and values of each that change the eager result.
+
+The numbers are tried in forked copies of a process that has only imported the target, so that a
+launcher that remembers its first value (helion#2793) shows itself: a copy that begins with another
+value ends with another result for the same value.
+"""
+
+import json
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samebits.checks.compile import discover
+from samebits.checks.compile.compare import allowed_for, effect
+from samebits.checks.compile.discover import Call
+from samebits.checks.compile.evaluate import Wanted, attempt, evaluate, grown
+from samebits.checks.compile.place import Place, kind_of
+from samebits.checks.compile.target import (
+    Factory,
+    Target,
+    TargetError,
+    knows_second_shape,
+    load,
+    make,
+)
+from samebits.checks.compile.values import WANTED, Number, candidates
+
+Tensors = dict[str, torch.Tensor]
+
+
+def survey(target: Target, folder: Path) -> dict[str, Any]:
+    """Return what is known before anything is compiled, as JSON values.
+
+    Args:
+        target: The callable and its inputs.
+        folder: For files that the forked copies exchange.
+    """
+    function, factory = load(target)
+    found = _forked(lambda: _look(function, factory, folder), folder)
+    found["remembers"] = []
+    if "error" in found or not hasattr(os, "fork"):
+        return found
+    control = _forked(lambda: _first(function, factory, folder, None, []), folder)
+    if control.get("effect", 1.0) > found["rounding"]:
+        return found | {"error": "the eager function gives another result in another process"}
+    for number in found["numbers"]:
+        for first in _firsts(number):
+            path = number["path"]
+            copy = _forked(
+                lambda p=path, v=first: _first(function, factory, folder, p, [v]),
+                folder,  # type: ignore[misc]
+            )
+            if copy.get("effect", 0.0) > found["rounding"]:
+                found["remembers"].append({"path": path, "first": first} | copy)
+                break
+    return found
+
+
+def prepare(function: Callable[..., Any], factory: Factory, *, second_shape: bool = False) -> Call:
+    """Return a call whose numbers can be set, from a fresh set of inputs."""
+    args, kwargs = make(factory, second_shape=second_shape)
+    call = Call(function, list(args), kwargs)
+    discover.spell_out(call)
+    return call
+
+
+def second(call: Call, factory: Factory) -> Call:
+    """Return the call in another shape: the factory's, or one with twice the rows."""
+    if knows_second_shape(factory):
+        return prepare(call.function, factory, second_shape=True)
+    return grown(call)
+
+
+def eager(call: Call, wanted: Wanted | None) -> Tensors:
+    """Return what the uncompiled target gives; compiled functions that it calls run eagerly."""
+    function = discover.original(call.function)
+    with torch.compiler.set_stance("force_eager"):
+        return evaluate(call, function, wanted)
+
+
+def _look(function: Callable[..., Any], factory: Factory, folder: Path) -> dict[str, Any]:
+    call = prepare(function, factory)
+    plain, reason = attempt(lambda: eager(call, None))
+    if reason:
+        raise TargetError(f"the eager function raises {reason}")
+    if not plain:
+        raise TargetError("the function returns no tensor and no number: nothing can be compared")
+    wanted, no_gradient = _gradient(call)
+    result = eager(call, wanted)
+    again = effect(result, eager(call, wanted))
+    rounding = max(_rounding(result), 4 * again)
+    if again > 1e-3:
+        raise TargetError(
+            f"the eager function is not deterministic: two calls from one seed differ by {again:.1e}"
+        )
+    torch.save(plain, folder / "eager.pt")
+    other, no_second_shape = attempt(lambda: eager(second(call, factory), None))
+    return {
+        "wanted": wanted,
+        "no_gradient": no_gradient,
+        "shapes": 1 if other is None else 2,
+        "no_second_shape": no_second_shape,
+        "compiled": discover.is_compiled(function),
+        "rounding": rounding,
+        "numbers": [_values(place, call, wanted, result) for place in discover.leaves(call)],
+    }
+
+
+def _gradient(call: Call) -> tuple[Wanted | None, str]:
+    declared = any(isinstance(v, torch.Tensor) and v.requires_grad for v in call.args)
+    tries: list[Wanted] = ["declared", "all"] if declared else ["all", "declared"]
+    reasons = []
+    for wanted in tries:
+        _, reason = attempt(lambda w=wanted: eager(call, w))  # type: ignore[misc]
+        if not reason:
+            return wanted, ""
+        reasons.append(reason)
+    return None, reasons[0]
+
+
+def _values(place: Place, call: Call, wanted: Wanted | None, result: Tensors) -> dict[str, Any]:
+    """Return one number with the values that change the result, or the reason why there is none."""
+    own: Number = place.get()
+    others: list[Number] = []
+    results, unchanged, refusal = [result], [], ""
+    for value in candidates(own):
+        _, reason = attempt(lambda v=value: place.set(v))  # type: ignore[misc]
+        if not reason:
+            got, reason = attempt(lambda: eager(call, wanted))
+        if reason:
+            refusal = reason
+        elif _has_new_nan(got, result):
+            refusal = "the result is NaN"
+        elif all(effect(got, known) > _rounding(got) for known in results):
+            results.append(got)
+            others.append(value)
+        else:
+            unchanged.append(value)
+        if len(others) == WANTED:
+            break
+    attempt(lambda: place.set(own))
+    note = ""
+    if not others:
+        note = "no other value changes the eager result of these inputs"
+        note = note if unchanged else f"no other value is accepted ({refusal})"
+    return {
+        "path": place.path,
+        "kind": kind_of(own),
+        "values": [own, *others],
+        "unchanged": unchanged[:1],
+        "note": note,
+    }
+
+
+def _firsts(number: dict[str, Any]) -> list[Number]:
+    """Return values that a process should begin with, to see whether it remembers them."""
+    firsts = [
+        *number["unchanged"],
+        *([1] if number["kind"] == "int" else []),
+        *number["values"][1:2],
+    ]
+    return [v for v in dict.fromkeys(firsts) if v != number["values"][0]][:2]
+
+
+def _first(
+    function: Callable[..., Any],
+    factory: Factory,
+    folder: Path,
+    path: str | None,
+    begin: list[Number],
+) -> dict[str, Any]:
+    """Return how far the result for the own values is from the surveyed one, after ``begin``."""
+    call = prepare(function, factory)
+    for place in discover.leaves(call):
+        if place.path == path:
+            own = place.get()
+            for value in begin:
+                attempt(lambda p=place, v=value: p.set(v))  # type: ignore[misc]
+                attempt(lambda: eager(call, None))
+            place.set(own)
+    return {"effect": effect(eager(call, None), torch.load(folder / "eager.pt"))}
+
+
+def _rounding(result: Tensors) -> float:
+    """Return the distance under which two results count as the same."""
+    return max((allowed_for(t.dtype) / 10 for t in result.values()), default=0.0)
+
+
+def _has_new_nan(got: Tensors, result: Tensors) -> bool:
+    return any(
+        bool(tensor.isnan().any()) and not bool(result[name].isnan().any())
+        for name, tensor in got.items()
+        if name in result
+    )
+
+
+def _forked(action: Callable[[], dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """Return what ``action`` returns in a forked copy of this process (here, where none can be)."""
+    if not hasattr(os, "fork"):
+        return _guarded(action)
+    answer = folder / "answer.json"
+    answer.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        answer.write_text(json.dumps(_guarded(action)))
+        os._exit(0)
+    os.waitpid(child, 0)
+    if not answer.exists():
+        return {"error": "the process that ran the eager function died"}
+    found: dict[str, Any] = json.loads(answer.read_text())
+    return found
+
+
+def _guarded(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return action()
+    except TargetError as error:
+        return {"error": str(error)}
+    except Exception:  # noqa: BLE001 code of anyone's may raise anything
+        return {"error": traceback.format_exc(limit=-3).strip()}

@@ -1,0 +1,174 @@
+"""What is audited: a callable, and a factory of its inputs, found again in every process by name."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from samebits.checks.compile.transport import unpack
+from samebits.errors import must
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Factory = Callable[..., Inputs]
+
+SEED = 1234
+_GUESSED_SHAPE = (4, 8)
+_GUESSED_NUMBERS: Mapping[type, object] = {float: 0.75, int: 2, bool: False}
+
+
+class TargetError(ValueError):
+    """The target or its inputs cannot be used; the message says what is wrong with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Names from which each process loads the callable and its factory."""
+
+    # "package.module:function", also of a method or module: "package.module:object.attribute".
+    name: str
+    # "module:factory"; None takes ``make_inputs`` beside the callable, or guesses.
+    inputs: str | None = None
+    # File with a packed (callable, factory), for callables that no name leads to.
+    packed: str | None = None
+
+
+def load(target: Target) -> tuple[Callable[..., Any], Factory]:
+    """Return the callable and the factory of its inputs.
+
+    Raises:
+        TargetError: A name leads nowhere, or no inputs can be made.
+    """
+    if target.packed is not None:
+        function, factory = unpack(Path(target.packed).read_bytes())
+        return function, factory
+    function = resolve(target.name, "TARGET")
+    if not callable(function):
+        raise TargetError(must("TARGET", "name a callable", type(function).__name__))
+    if target.inputs is not None:
+        return function, resolve(target.inputs, "--inputs")
+    beside = getattr(_import(target.name.partition(":")[0], "TARGET"), "make_inputs", None)
+    if beside is not None:
+        return function, beside
+    return function, lambda: guess_inputs(function)
+
+
+def resolve(name: str, argument: str) -> Any:
+    """Return the object that ``module:attribute.attribute`` names.
+
+    Raises:
+        TargetError: The form is wrong, the module does not import, or has no such attribute.
+    """
+    module_name, colon, path = name.partition(":")
+    if not colon or not module_name or not path:
+        raise TargetError(must(argument, "look like package.module:function", repr(name)))
+    value: Any = _import(module_name, argument)
+    for part in path.split("."):
+        if not hasattr(value, part):
+            raise TargetError(f"{argument} {name!r}: {value!r} has no attribute {part!r}")
+        value = getattr(value, part)
+    return value
+
+
+def _import(name: str, argument: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 a module of anyone's may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise TargetError(f"{argument}: module {name!r} does not import: {reason}") from error
+
+
+def make(factory: Factory, *, second_shape: bool = False) -> Inputs:
+    """Return what the factory makes, from a fixed seed.
+
+    Args:
+        factory: Takes nothing, or ``second_shape`` where it knows how to make another shape.
+        second_shape: Ask for the other shape.
+
+    Raises:
+        TargetError: The factory raises, or returns something other than ``(args, kwargs)``.
+    """
+    torch.manual_seed(SEED)
+    try:
+        made = factory(second_shape=True) if second_shape else factory()
+    except TargetError:
+        raise
+    except Exception as error:  # noqa: BLE001 a factory of anyone's may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise TargetError(f"the factory of inputs raises {reason}") from error
+    if not (
+        isinstance(made, tuple)
+        and len(made) == 2
+        and isinstance(made[0], (tuple, list))
+        and isinstance(made[1], dict)
+    ):
+        raise TargetError(
+            must("make_inputs()", "return (args, kwargs), a tuple and a dict", repr(type(made)))
+        )
+    return tuple(made[0]), dict(made[1])
+
+
+def knows_second_shape(factory: Factory) -> bool:
+    """Return whether the factory has a parameter named ``second_shape``."""
+    try:
+        return "second_shape" in inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def guess_inputs(function: Callable[..., Any]) -> Inputs:
+    """Return inputs by the parameters' annotations; those with a default keep it.
+
+    A parameter annotated as a tensor, or not at all, gets a (4, 8) normal tensor; a float 0.75, an
+    int 2, a bool False.
+
+    Raises:
+        TargetError: A parameter has another annotation, or the callable has no signature.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise TargetError(f"no inputs can be guessed ({error}); give --inputs") from error
+    hints = _hints(function)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for parameter in parameters:
+        if parameter.default is not parameter.empty or parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            continue
+        value = _guess(parameter.name, hints.get(parameter.name, torch.Tensor))
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            kwargs[parameter.name] = value
+        else:
+            args.append(value)
+    return tuple(args), kwargs
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    plain = inspect.unwrap(function)
+    try:
+        return typing.get_type_hints(plain.forward if hasattr(plain, "forward") else plain)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
+def _guess(name: str, hint: Any) -> Any:
+    options = [h for h in typing.get_args(hint) if h is not type(None)] or [hint]
+    for option in options:
+        if option in _GUESSED_NUMBERS:
+            return _GUESSED_NUMBERS[option]
+        if isinstance(option, type) and issubclass(option, torch.Tensor):
+            return torch.randn(_GUESSED_SHAPE)
+    raise TargetError(f"no value of {name!r} ({hint}) can be guessed; give --inputs module:factory")

@@ -1,7 +1,7 @@
-"""A small gpt-oss-style language model over bytes, trained on English text that ships with Python.
+"""A small gpt-oss-style language model over bytes, trained on English text that comes with Python.
 
-Its experts use every option that serving code is known to drop: a clamp that binds, a sigmoid slope,
-an offset on the linear half, interleaved gate and up rows, biases.
+Its experts use every option that serving code is known to drop: a clamp that binds, a sigmoid
+slope, an offset on the linear half, interleaved gate and up rows, biases.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,7 +60,9 @@ class Block(nn.Module):
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.merge = nn.Linear(hidden, hidden, bias=False)
         self.router = nn.Linear(hidden, num_experts)
-        self.gate_up = nn.Parameter(torch.randn(num_experts, 2 * expert, hidden) * 1.5 * hidden**-0.5)
+        self.gate_up = nn.Parameter(
+            torch.randn(num_experts, 2 * expert, hidden) * 1.5 * hidden**-0.5
+        )
         self.down = nn.Parameter(torch.randn(num_experts, hidden, expert) * 0.5 * expert**-0.5)
         self.gate_up_bias = nn.Parameter(torch.zeros(num_experts, 2 * expert))
         self.down_bias = nn.Parameter(torch.zeros(num_experts, hidden))
@@ -146,6 +148,6 @@ def train(
 
 
 def serve(model: LanguageModel, text: Tensor, function: ExpertFunction) -> Tensor:
-    """Return the log-probabilities of ``text`` as an engine that computes ``function`` sees them."""
+    """Return the log-probabilities of ``text`` from an engine that computes ``function``."""
     with torch.inference_mode():
         return model(text, function)

@@ -1,0 +1,41 @@
+"""The demo's parts, small: they say what they measured, and ours is right in each."""
+
+import pytest
+import torch
+
+from samebits import demo
+from samebits.demo import language_model as lm
+
+pytestmark = pytest.mark.reference
+
+
+def test_serving_has_the_bits_of_training_and_mistakes_cost() -> None:
+    losses, gaps = demo._train_and_serve(12)
+
+    assert losses[-1] < losses[0]
+    assert gaps.pop("samebits, as trained") == (0.0, 0.0)
+    assert gaps.keys() == lm.MISTAKES.keys()
+    assert all(mean > 0.001 for mean, _ in gaps.values()), gaps
+
+
+def test_the_clamp_of_the_model_binds() -> None:
+    torch.manual_seed(0)
+    model, text = lm.LanguageModel(), lm.read_text()
+    lm.train(model, text, steps=3)
+    block, limit = model.blocks[0], lm.TRAINED.activation.limit
+    z = torch.randn(512, 96) @ block.gate_up[0].detach().T
+
+    assert limit is not None
+    assert (z > limit).double().mean() > 0.2
+    assert (z < -limit).double().mean() > 0.2
+
+
+def test_a_missing_compiler_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    good = demo._show_stale_clamp(None)
+
+    assert good
+    assert "not_run: no C++ compiler" in capsys.readouterr().out
+
+
+def test_served_part_fails_where_bits_differ() -> None:
+    assert not demo._show_served([3.0, 2.0], {"samebits, as trained": (1e-9, 0.0)})

@@ -1,6 +1,6 @@
 """`samebits demo`: what goes wrong silently in mixture-of-experts layers, on this machine's CPU.
 
-Three parts: a compiled clamp that keeps an old value; the real experts classes of transformers under
+Three parts: a compiled clamp that keeps an old value; the experts classes of transformers under
 every experts implementation; a small model trained here and served with the mistakes that engines
 were reported to make.
 """

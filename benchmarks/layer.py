@@ -3,8 +3,8 @@
     python benchmarks/layer.py --out results.json [--shapes …] [--tokens 1,16,…] [--stages]
 
 Times are medians of CUDA-graph replays that rotate through several routings, so that few-token
-weights do not come from the cache. floor = max(FLOP / 790 TFLOP/s, bytes / 4.3 TB/s), bytes = weights
-of touched experts once + activations once. Peer: sort + torch grouped_mm + compiled SwiGLU.
+weights do not come from the cache. floor = max(FLOP / 790 TFLOP/s, bytes / 4.3 TB/s), bytes =
+weights of touched experts once + activations once. Peer: sort + torch grouped_mm + compiled SwiGLU.
 """
 
 import argparse
@@ -51,7 +51,8 @@ def grouped_mm_layer(x, ids, probs, weights):
     mm = torch.nn.functional.grouped_mm
     z = mm(x[order // topk], weights.gate_up.transpose(1, 2), offs=offsets)
     y = mm(_swiglu(z), weights.down.transpose(1, 2), offs=offsets)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=x.device))
+    places = torch.arange(order.numel(), device=x.device)
+    inverse = torch.empty_like(order).scatter_(0, order, places)
     return (y[inverse].view(-1, topk, x.shape[1]).float() * probs[..., None]).sum(1).to(x.dtype)
 
 
@@ -109,7 +110,8 @@ def measure(name, tokens, weights, peers):
         for key, graph in graphs.items():
             times[key].append(replay_ms(graph, repeats * len(sets)))
     ms = {key: statistics.median(values) for key, values in times.items()}
-    return {"shape": name, "T": tokens, "floor_ms": floor, "ms": ms, "fraction": floor / ms["samebits"]}
+    fraction = floor / ms["samebits"]
+    return {"shape": name, "T": tokens, "floor_ms": floor, "ms": ms, "fraction": fraction}
 
 
 def main():
@@ -127,10 +129,12 @@ def main():
                 row = measure(name, tokens, weights, not args.no_peers)
                 rows.append(row)
                 times = "  ".join(f"{key} {ms:8.4f}" for key, ms in row["ms"].items())
-                print(f"{name:13} T={tokens:<6} floor {row['floor_ms']:8.4f}  {times}  fraction {row['fraction']:.2f}", flush=True)
+                print(f"{name:13} T={tokens:<6} floor {row['floor_ms']:8.4f}  {times}", end="  ")
+                print(f"fraction {row['fraction']:.2f}", flush=True)
             del weights
             torch.cuda.empty_cache()
-    meta = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    meta = {"gpu": torch.cuda.get_device_name(), **versions}
     Path(args.out).write_text(json.dumps(meta | {"rows": rows}))
     fractions = torch.tensor([row["fraction"] for row in rows]).log()
     print("geometric mean of the fraction of floor", round(float(fractions.mean().exp()), 3))

@@ -1,6 +1,6 @@
 """Time every candidate tile of the two projections, check that all give the same bits, write JSON.
 
-    python benchmarks/tune_indirect_gemm.py --out results.json [--shapes qwen3-30b,mixtral] [--tokens 1,16,4096]
+    python benchmarks/tune_indirect_gemm.py --out FILE [--shapes qwen3-30b,mixtral] [--tokens 1,16]
 
 A candidate enters the tuning table only from here: where it is fastest and has the bits of the
 others. Weights of different experts are read in turn, so that few-token times are not cache hits.
@@ -30,7 +30,8 @@ ACTIVATION = Activation()
 
 
 def rows(block_r, block_n, block_k, warps, stages, group=8):
-    programs = 132 if block_r * block_n >= 128 * 256 else 264 if block_r * block_n >= 64 * 128 else 528
+    area = block_r * block_n
+    programs = 132 if area >= 128 * 256 else 264 if area >= 64 * 128 else 528
     return Config(
         block_r=block_r, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages,
         group=group, programs=programs,
@@ -60,16 +61,43 @@ ROWS = [
     rows(256, 128, 64, 8, 3),
 ]
 SWAPPED = {
-    16: [(64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 8, 4), (128, 128, 4, 3), (128, 128, 8, 4), (256, 64, 8, 4)],
-    32: [(64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 5), (128, 64, 8, 4), (128, 128, 4, 3), (128, 128, 8, 4), (256, 64, 8, 4)],
-    64: [(128, 64, 4, 4), (128, 64, 8, 5), (128, 128, 4, 3), (128, 128, 8, 4), (128, 128, 8, 3), (256, 64, 8, 4)],
+    16: [
+        (64, 128, 4, 4),
+        (64, 256, 4, 3),
+        (128, 64, 8, 4),
+        (128, 128, 4, 3),
+        (128, 128, 8, 4),
+        (256, 64, 8, 4),
+    ],
+    32: [
+        (64, 128, 4, 4),
+        (64, 256, 4, 3),
+        (128, 64, 4, 5),
+        (128, 64, 8, 4),
+        (128, 128, 4, 3),
+        (128, 128, 8, 4),
+        (256, 64, 8, 4),
+    ],
+    64: [
+        (128, 64, 4, 4),
+        (128, 64, 8, 5),
+        (128, 128, 4, 3),
+        (128, 128, 8, 4),
+        (128, 128, 8, 3),
+        (256, 64, 8, 4),
+    ],
     128: [(128, 64, 8, 4), (256, 64, 8, 3), (256, 64, 8, 4)],
-}  # fmt: skip
-SMALL = [streamed(16, n, k, 4, s, swap=False) for n, k, s in [(32, 128, 5), (32, 256, 4), (64, 128, 5)]]
+}
+SMALL = [
+    streamed(16, n, k, 4, stages, swap=False)
+    for n, k, stages in [(32, 128, 5), (32, 256, 4), (64, 128, 5)]
+]
 
 
 def candidates(rows_per_expert):
-    swapped = {r: [streamed(r, *shape, swap=True) for shape in shapes] for r, shapes in SWAPPED.items()}
+    swapped = {
+        r: [streamed(r, *shape, swap=True) for shape in shapes] for r, shapes in SWAPPED.items()
+    }
     if rows_per_expert <= 6:
         return [*swapped[16], *SMALL]
     if rows_per_expert <= 24:
@@ -87,7 +115,8 @@ class Case:
         generator = torch.Generator(device="cuda").manual_seed(tokens)
         self.sets = []
         for _ in range(sets):
-            ids = torch.rand(tokens, problem.E, device="cuda", generator=generator).topk(problem.K).indices
+            scores = torch.rand(tokens, problem.E, device="cuda", generator=generator)
+            ids = scores.topk(problem.K).indices
             permutation = Permutation.of(ids, problem.E)
             x = torch.randn(tokens, problem.H, device="cuda", generator=generator).bfloat16()
             self.sets.append((x, permutation.slots.int(), permutation.offsets.int()))
@@ -143,7 +172,7 @@ def timed(function, sets, repeats):
     return statistics.median(times)
 
 
-def measure(name, tokens, weights, stage_only=None):
+def measure(name, tokens, weights):
     problem = MODELS[name]
     sets = 4 if tokens <= 1024 else 1
     case = Case(problem, tokens, weights, sets)
@@ -154,6 +183,7 @@ def measure(name, tokens, weights, stage_only=None):
     reference_y = case.second(0, found[0], reference_h)
     results = []
     for stage in ("first", "second"):
+        about = {"shape": name, "T": tokens, "stage": stage}
         rows_of_weights = 2 * problem.F if stage == "first" else problem.F
         flop = 2 * slots * problem.H * rows_of_weights
         byte = 2 * case.touched * problem.H * rows_of_weights
@@ -170,14 +200,22 @@ def measure(name, tokens, weights, stage_only=None):
                 same = bool(torch.equal(value[:live], expected[:live]))
                 ms = timed(run, sets, repeats)
             except (triton.runtime.errors.OutOfResources, RuntimeError) as error:
-                results.append({"shape": name, "T": tokens, "stage": stage, "config": repr(config), "error": str(error)[:120]})
+                results.append({**about, "config": repr(config), "error": str(error)[:120]})
                 if "illegal" in str(error) or "CUDA error" in str(error):
                     raise
                 continue
-            results.append({
-                "shape": name, "T": tokens, "stage": stage, "config": repr(config), "ms": ms, "block_r": config.block_r, "short": short(config),
-                "tflops": flop / ms / 1e9, "tbs": byte / ms / 1e9, "same_bits": same,
-            })  # fmt: skip
+            results.append(
+                {
+                    **about,
+                    "config": repr(config),
+                    "ms": ms,
+                    "block_r": config.block_r,
+                    "short": short(config),
+                    "tflops": flop / ms / 1e9,
+                    "tbs": byte / ms / 1e9,
+                    "same_bits": same,
+                }
+            )
     return results
 
 
@@ -210,7 +248,16 @@ def compile_share(index, count):
         slots = permutation.slots.int()
         try:
             h, _ = launch_first_projection(
-                x, slots, table, small, ACTIVATION, None, config, topk=problem.K, gather=True, save=False
+                x,
+                slots,
+                table,
+                small,
+                ACTIVATION,
+                None,
+                config,
+                topk=problem.K,
+                gather=True,
+                save=False,
             )
             launch_second_projection(h, slots, table, small, None, config)
         except triton.runtime.errors.OutOfResources:
@@ -246,22 +293,28 @@ def main():
             rows_ = measure(name, tokens, weights)
             results += rows_
             for block_r in sorted({r["block_r"] for r in rows_ if "ms" in r}):
-                best = {
-                    stage: min((r for r in rows_ if r["stage"] == stage and r.get("block_r") == block_r and "ms" in r), key=lambda r: r["ms"])
+                timed_rows = [r for r in rows_ if r.get("block_r") == block_r and "ms" in r]
+                best = [
+                    min((r for r in timed_rows if r["stage"] == stage), key=lambda r: r["ms"])
                     for stage in ("first", "second")
-                }
-                total = sum(r["ms"] for r in best.values())
-                print(f"    block_r {block_r:4} {total:8.4f} ms  " + " | ".join(r["short"] for r in best.values()), flush=True)
+                ]
+                total = sum(r["ms"] for r in best)
+                chosen = " | ".join(r["short"] for r in best)
+                print(f"    block_r {block_r:4} {total:8.4f} ms  {chosen}", flush=True)
             for stage in ("first", "second"):
-                good = sorted((r for r in rows_ if r["stage"] == stage and "ms" in r), key=lambda r: r["ms"])
+                good = [r for r in rows_ if r["stage"] == stage and "ms" in r]
+                good.sort(key=lambda r: r["ms"])
                 bad = [r["config"] for r in good if not r["same_bits"]]
                 best = good[0]
                 print(
-                    f"{name:13} T={tokens:<6}{stage:7}{best['ms']:8.4f} ms {best['tflops']:5.0f} TF {best['tbs']:5.2f} TB/s  "
-                    f"{best['short']}" + (f"  OTHER BITS {len(bad)}: {bad[:2]}" if bad else ""),
+                    f"{name:13} T={tokens:<6}{stage:7}{best['ms']:8.4f} ms "
+                    f"{best['tflops']:5.0f} TF {best['tbs']:5.2f} TB/s  {best['short']}"
+                    + (f"  OTHER BITS {len(bad)}: {bad[:2]}" if bad else ""),
                     flush=True,
                 )
-            Path(args.out).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "rows": results}))
+            versions = {"torch": torch.__version__, "triton": triton.__version__}
+            found = {"gpu": torch.cuda.get_device_name(), **versions, "rows": results}
+            Path(args.out).write_text(json.dumps(found))
         del weights
         torch.cuda.empty_cache()
     print("total", round(time.time() - start), "s")

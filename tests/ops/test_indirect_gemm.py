@@ -30,10 +30,14 @@ NAMES = (
     "situ",
 )
 CONFIGS = {
-    "swapped": Config(block_r=16, block_n=32, block_k=32, num_warps=4, num_stages=2, swap=True, programs=3),
+    "swapped": Config(
+        block_r=16, block_n=32, block_k=32, num_warps=4, num_stages=2, swap=True, programs=3
+    ),
     "rows": Config(block_r=16, block_n=64, block_k=16, num_warps=4, num_stages=2, programs=2),
-    "pointers": Config(block_r=16, block_n=32, block_k=16, num_warps=4, num_stages=2, tma=False, programs=5),
-}  # fmt: skip
+    "pointers": Config(
+        block_r=16, block_n=32, block_k=16, num_warps=4, num_stages=2, tma=False, programs=5
+    ),
+}
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -67,6 +71,11 @@ def test_projections_equal_the_reference(name: str, orientation: str, config: Co
 
 def _reference(inputs, permutation, problem):
     h, z = first_projection(
-        inputs.x, permutation, problem.K, inputs.weights, problem.activation, inputs.routing.topk_probs
+        inputs.x,
+        permutation,
+        problem.K,
+        inputs.weights,
+        problem.activation,
+        inputs.routing.topk_probs,
     )
     return h, z, second_projection(h, permutation, inputs.weights, inputs.routing.topk_probs)

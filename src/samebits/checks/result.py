@@ -106,7 +106,7 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def tracked(items: Sequence[_Item], what: str) -> Iterator[_Item]:
-    """Yield ``items`` behind a progress bar on stderr, where that is a terminal and rich is here."""
+    """Yield ``items`` behind a progress bar on stderr, if that is a terminal and rich is here."""
     if not sys.stderr.isatty() or find_spec("rich") is None:
         yield from items
         return

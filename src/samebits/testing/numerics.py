@@ -7,9 +7,10 @@ one rounded value on the other side of a clamp moves a whole row of a weight gra
     error(value) <= 2 * error(plain) + 2 * eps(D)
 
 with ``plain`` the reference's plain loop in D, the worst row of each taken on its own, and eps the
-unit roundoff; in fp64, where the oracle is no better, 64 eps instead of 2. Where the exact values of
-a row are all 0 the value must be exactly 0. A row's scale is its own max|e|; only rows of fewer than
-16 elements (gradients of probabilities, single sums that may cancel to anything) take the tensor's.
+unit roundoff; in fp64, where the oracle is no better, 64 eps instead of 2. Where the exact values
+of a row are all 0 the value must be exactly 0. A row's scale is its own max|e|; only rows of fewer
+than 16 elements (gradients of probabilities, single sums that may cancel to anything) take the
+tensor's.
 """
 
 from typing import NamedTuple

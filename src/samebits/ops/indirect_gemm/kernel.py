@@ -94,8 +94,19 @@ def _weight_tile(
         return _described_tile(w, expert, column, k, PAIRED, TRANSPOSED, BLOCK_N, BLOCK_K)
     else:
         return _pointed_tile(
-            w, stride_we, stride_wn, stride_wk, expert, column, k, N, K, span,
-            PAIRED, BLOCK_N, BLOCK_K,
+            w,
+            stride_we,
+            stride_wn,
+            stride_wk,
+            expert,
+            column,
+            k,
+            N,
+            K,
+            span,
+            PAIRED,
+            BLOCK_N,
+            BLOCK_K,
         )
 
 
@@ -131,7 +142,9 @@ def _contract(
 
 
 @triton.jit
-def _split(z, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr):
+def _split(
+    z, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr
+):
     """Return the first and second parts of ``[BLOCK_R, 2 * BLOCK_F]``, alternating by ``BLOCK``."""
     if PAIRED:
         return tl.split(tl.permute(tl.reshape(z, (BLOCK_R, 2, BLOCK_F)), (0, 2, 1)))
@@ -183,7 +196,9 @@ def _first_projection_kernel(
         place, columns = _stored(block * STEP, span, PAIRED, BLOCK_N)
         inside = place < bound
         if bias_ptr is not None:
-            bias = tl.load(bias_ptr + expert.to(tl.int64) * (PARTS * F) + columns, mask=inside, other=0.0)
+            bias = tl.load(
+                bias_ptr + expert.to(tl.int64) * (PARTS * F) + columns, mask=inside, other=0.0
+            )
             acc = acc + bias.to(tl.float32)[None, :]
         z = acc.to(dtype)
         if z_ptr is not None:
@@ -250,7 +265,9 @@ def _second_projection_kernel(
             bias = tl.load(bias_ptr + expert.to(tl.int64) * H + columns, mask=inside, other=0.0)
             bias = bias.to(tl.float32)[None, :]
             if probs_ptr is not None:
-                bias = bias * tl.load(probs_ptr + slots, mask=live, other=0.0).to(tl.float32)[:, None]
+                bias = (
+                    bias * tl.load(probs_ptr + slots, mask=live, other=0.0).to(tl.float32)[:, None]
+                )
             acc = acc + bias
         place = slots if BY_SLOT else rows
         y_ptrs = y_ptr + (place.to(tl.int64) * H)[:, None] + columns[None, :]
@@ -358,7 +375,9 @@ def launch_second_projection(
     operand: Any = h
     h_tma = tma and not config.swap and columns % (16 // h.element_size()) == 0
     if h_tma:
-        operand = TensorDescriptor(h, [rows, columns], [columns, 1], [config.block_r, config.block_k])
+        operand = TensorDescriptor(
+            h, [rows, columns], [columns, 1], [config.block_r, config.block_k]
+        )
     strides = (0, 0, 0) if tma else w.stride()
     _second_projection_kernel[_grid(tiles, hidden, config.block_n, config)](
         operand, source, *strides, weights.down_bias, probs,

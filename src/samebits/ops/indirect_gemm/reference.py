@@ -1,5 +1,7 @@
 """See ``samebits.ops.indirect_gemm``; torch only, one expert after the other."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,9 @@ def first_projection(
         if weights.gate_up_bias is not None:
             z = z + weights.gate_up_bias[expert].to(wide)
         z = z.to(x.dtype)
-        parts = split_gate_up(z.to(wide), weights.layout) if activation.gated else (z.to(wide), None)
+        parts = (
+            split_gate_up(z.to(wide), weights.layout) if activation.gated else (z.to(wide), None)
+        )
         h = act.apply(activation, *parts)
         if probs is not None:
             h = h * probs.reshape(-1)[slots].to(wide)[:, None]
@@ -63,6 +67,6 @@ def _spans(permutation: Permutation) -> list[tuple[int, Tensor]]:
     bounds = permutation.offsets.tolist()
     return [
         (expert, permutation.slots[start:stop].long())
-        for expert, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
+        for expert, (start, stop) in enumerate(pairwise(bounds))
         if stop > start
     ]

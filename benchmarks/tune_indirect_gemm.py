@@ -175,8 +175,7 @@ def measure(name, tokens, weights):
         flop = 2 * slots * problem.H * rows_of_weights
         byte = 2 * case.touched * problem.H * rows_of_weights
         for config in found:
-            repeats = max(1, int(2e12 / max(flop, byte * 150)) // sets)
-            repeats = min(repeats, 50)
+            repeats = min(max(1, int(2e12 / max(flop, byte * 150)) // sets), 50)
             try:
                 if stage == "first":
                     value, expected = case.first(0, config), reference_h[0]
@@ -191,18 +190,9 @@ def measure(name, tokens, weights):
                 if "illegal" in str(error) or "CUDA error" in str(error):
                     raise
                 continue
-            results.append(
-                {
-                    **about,
-                    "config": repr(config),
-                    "ms": ms,
-                    "block_r": config.block_r,
-                    "short": short(config),
-                    "tflops": flop / ms / 1e9,
-                    "tbs": byte / ms / 1e9,
-                    "same_bits": same,
-                }
-            )
+            speed = {"tflops": flop / ms / 1e9, "tbs": byte / ms / 1e9}
+            tile = {"config": repr(config), "block_r": config.block_r, "short": short(config)}
+            results.append({**about, **tile, **speed, "ms": ms, "same_bits": same})
     return results
 
 
@@ -290,9 +280,8 @@ def main():
                 print(f"    block_r {block_r:4} {total:8.4f} ms  {chosen}", flush=True)
             for stage in ("first", "second"):
                 good = [r for r in rows_ if r["stage"] == stage and "ms" in r]
-                good.sort(key=lambda r: r["ms"])
                 bad = [r["config"] for r in good if not r["same_bits"]]
-                best = good[0]
+                best = min(good, key=lambda r: r["ms"])
                 print(
                     f"{name:13} T={tokens:<6}{stage:7}{best['ms']:8.4f} ms "
                     f"{best['tflops']:5.0f} TF {best['tbs']:5.2f} TB/s  {best['short']}"

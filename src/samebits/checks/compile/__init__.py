@@ -3,9 +3,9 @@
 A Python float that reaches a ``torch.compile``d function becomes dynamic at its second value; where
 one of its uses cannot be traced that way the value is baked in, and the code is saved under a key
 without it: the third value gets the code of the second, forward and backward, without a warning,
-and through the cache on disk in other processes too (pytorch#194976, #197889). docs/stale-scalars.md
-shows how. The audit drives sequences of calls through any callable, ours or not, and compares each
-with the eager original.
+and through the cache on disk in other processes too (pytorch#194976, #197889); see
+docs/stale-scalars.md. The audit drives sequences of calls through any callable, ours or not, and
+compares each with the eager original.
 """
 
 from typing import Any

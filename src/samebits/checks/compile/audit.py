@@ -2,72 +2,27 @@
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 from samebits import env
 from samebits.checks.compile import process, transport
-from samebits.checks.compile.job import Job, StepRecord
-from samebits.checks.compile.process import Answer, Deadline
-from samebits.checks.compile.sequence import Option, Phase, Scenario, plan
+from samebits.checks.compile.follow_up import follow_up
+from samebits.checks.compile.job import Job
+from samebits.checks.compile.lanes import Tell, run_lanes
+from samebits.checks.compile.process import Deadline
+from samebits.checks.compile.record import Audit, Number
+from samebits.checks.compile.sequence import Option, plan
 from samebits.checks.compile.target import Factory, Target, TargetError, guess_inputs
 from samebits.errors import unknown
 
-Tell = Callable[[str], None]
 
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A number that reaches the callable, and what the survey says of it."""
-
-    path: str
-    kind: str
-    values: tuple[Any, ...]
-    # Why it cannot be judged; empty where it can.
-    note: str
-
-
-@dataclass
-class Audit:
-    """Everything that was found out about one callable."""
-
-    target: str
-    versions: Mapping[str, str | None]
-    numbers: list[Number] = field(default_factory=list)
-    scenarios: list[Scenario] = field(default_factory=list)
-    steps: list[StepRecord] = field(default_factory=list)
-    # Scenario -> why it was not finished; pairs left out and shapes or gradients not tried, too.
-    unfinished: dict[str, str] = field(default_factory=dict)
-    # Detector -> why it was not checked.
-    missing: dict[str, str] = field(default_factory=dict)
-    # Numbers that the eager function itself remembers: path -> what it was first called with.
-    remembers: dict[str, Any] = field(default_factory=dict)
-    # Scenario -> steps of each remedy tried on it.
-    remedies: dict[str, list[StepRecord]] = field(default_factory=dict)
-    remedies_not_tried: dict[str, str] = field(default_factory=dict)
-    reproducer: Any = None
-
-    def of(self, scenario: str) -> list[StepRecord]:
-        """Return the calls of one scenario, those of the fresh process first."""
-        return [step for step in self.steps if step.scenario == scenario]
-
-    @property
-    def wrong(self) -> list[StepRecord]:
-        """The calls with a wrong result."""
-        return [step for step in self.steps if step.wrong]
-
-    @property
-    def latent(self) -> list[StepRecord]:
-        """The calls that were right, although compiled code of another value may be reused."""
-        return [step for step in self.steps if not step.wrong and (step.dropped or _reused(step))]
-
-
-def _reused(step: StepRecord) -> bool:
-    """Return whether a fresh process took code for a new value from the cache."""
-    return step.phase == "fresh" and step.shape == 0 and step.index > 0 and step.reused > 0
+def silence(line: str) -> None:
+    """Tell nobody."""
+    del line
 
 
 def audit(
@@ -76,8 +31,9 @@ def audit(
     only: Sequence[str] = (),
     budget: float | None = None,
     stop_at_first: bool = False,
+    remedies: bool = True,
     folder: Path | None = None,
-    tell: Tell = lambda line: None,
+    tell: Tell = silence,
 ) -> Audit:
     """Audit a target; see ``samebits.checks.compile``.
 
@@ -86,6 +42,7 @@ def audit(
         only: Paths of numbers; empty takes all.
         budget: Seconds after which what is not finished stays so.
         stop_at_first: Stop at the first wrong call.
+        remedies: Where a call is wrong, try ways out, and write and run a reproducer.
         folder: Kept, for reading on; None uses one that is removed.
         tell: Takes a line for each thing that begins.
 
@@ -99,6 +56,7 @@ def audit(
                 only=only,
                 budget=budget,
                 stop_at_first=stop_at_first,
+                remedies=remedies,
                 folder=Path(made),
                 tell=tell,
             )
@@ -124,10 +82,13 @@ def audit(
         shapes=survey["shapes"],
         compiled=survey["compiled"],
     )
-    for answer in _lanes(found.scenarios, job, deadline, stop_at_first, tell):
+    lanes = [[s for s in found.scenarios if s.dynamic is dynamic] for dynamic in (None, True)]
+    for answer in run_lanes(lanes, job, deadline, stop_at_first=stop_at_first, tell=tell):
         found.steps += answer.steps
         found.unfinished |= answer.unfinished
         found.missing |= answer.missing
+    if remedies and found.wrong:
+        follow_up(found, job, deadline, tell)
     return found
 
 
@@ -147,48 +108,6 @@ def _note_survey(found: Audit, survey: Mapping[str, Any], only: Sequence[str]) -
         found.unfinished["second shape"] = survey["no_second_shape"]
 
 
-def _lanes(
-    scenarios: Sequence[Scenario], job: Job, deadline: Deadline, stop_at_first: bool, tell: Tell
-) -> list[Answer]:
-    """Run automatic and always-dynamic scenarios beside each other, each in two processes."""
-    lanes = [[s for s in scenarios if s.dynamic is dynamic] for dynamic in (None, True)]
-
-    def lane(index: int) -> list[Answer]:
-        return list(_phases(lanes[index], index, job, deadline, stop_at_first, tell))
-
-    with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lane, range(2)))
-    return [answer for answers in both for answer in answers]
-
-
-def _phases(
-    scenarios: Sequence[Scenario],
-    lane: int,
-    job: Job,
-    deadline: Deadline,
-    stop_at_first: bool,
-    tell: Tell,
-) -> Iterator[Answer]:
-    first: dict[str, dict[str, float]] = {}
-    phases: tuple[Phase, ...] = ("fresh", "warm")
-    for phase in phases:
-        if not scenarios:
-            return
-        tell(f"{len(scenarios)} sequences, dynamic={scenarios[0].dynamic}, {phase} cache")
-        work = replace(
-            job,
-            scenarios=tuple(scenarios),
-            phase=phase,
-            output=str(Path(job.folder) / f"{phase}-{lane}"),
-            first=first,
-        )
-        answer = process.run(work, deadline, stop_at_first=stop_at_first)
-        yield answer
-        if stop_at_first and any(step.wrong for step in answer.steps):
-            return
-        first = {step.scenario: step.first for step in answer.steps if step.first}
-
-
 def audit_compile(
     function: Callable[..., Any],
     make_inputs: Factory | None = None,
@@ -196,6 +115,7 @@ def audit_compile(
     only: Sequence[str] = (),
     budget: float | None = None,
     stop_at_first: bool = False,
+    remedies: bool = False,
 ) -> Audit:
     """Look for numbers of which compiled code keeps an old value.
 
@@ -208,6 +128,7 @@ def audit_compile(
         only: Paths of numbers to vary; empty takes all that are found.
         budget: Seconds; what is not finished then is "not_run".
         stop_at_first: Stop at the first wrong call.
+        remedies: Where a call is wrong, try ways out, and write and run a reproducer.
 
     Returns:
         The audit; ``samebits.checks.compile.report.results`` turns it into verdicts.
@@ -222,11 +143,16 @@ def audit_compile(
         packed = Path(made) / "target.pickle"
         try:
             packed.write_bytes(transport.pack((function, factory)))
-        except (TypeError, AttributeError, transport.PicklingError) as error:
+        except (TypeError, AttributeError, PicklingError) as error:
             raise TargetError(f"{name} cannot be sent to another process: {error}") from error
         target = Target(name, packed=str(packed))
         return audit(
-            target, only=only, budget=budget, stop_at_first=stop_at_first, folder=Path(made)
+            target,
+            only=only,
+            budget=budget,
+            stop_at_first=stop_at_first,
+            remedies=remedies,
+            folder=Path(made),
         )
 
 

@@ -3,9 +3,12 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 
-from samebits.checks.compile import report
-from samebits.checks.compile.audit import Audit, audit, progress
+from samebits.checks.compile import describe, report
+from samebits.checks.compile.audit import audit, progress
+from samebits.checks.compile.record import Audit
+from samebits.checks.compile.self_test import self_test
 from samebits.checks.compile.target import Target, TargetError
 from samebits.checks.result import EXIT_CODES, NOTHING_RUN, USAGE, exit_code, print_results
 
@@ -18,14 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "target",
         nargs="?",
         metavar="TARGET",
-        help="package.module:function, also a method, a "
-        "module object, or a function under torch.compile",
+        help="package.module:function, also a method, a module object, or a function under "
+        "torch.compile",
     )
     add(
         "--inputs",
         metavar="MODULE:FACTORY",
-        help="what returns (args, kwargs); default: "
-        "make_inputs in the target's module, else guessed from annotations",
+        help="what returns (args, kwargs); default: make_inputs in the target's module, else "
+        "guessed from annotations",
     )
     add(
         "--number",
@@ -34,54 +37,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="vary only this number; may be repeated; default: all that reach the target",
     )
-    add("--list", action="store_true", help="list the numbers that reach the target, and stop")
     add("--budget", type=_seconds, metavar="SECONDS", help="stop then; the rest is not_run")
     add("--first", action="store_true", help="stop at the first wrong call")
-    add("--no-remedies", action="store_true", help="do not try ways out, nor write a reproducer")
+    add("--no-remedies", action="store_true", help="try no ways out, and write no reproducer")
     add("--reproducer", metavar="FILE", help="where to write the reproducer; default: printed")
     add(
         "--self-test",
         action="store_true",
-        help="audit programs that are known to be bad: can "
-        "the audit still see the fault with this torch?",
+        help="audit programs that are known to be bad: does the audit see them with this torch?",
     )
-    add("--json", action="store_true", help="one JSON object")
+    add("--json", action="store_true", help="one JSON object (with --self-test one a line)")
 
 
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"--budget must be greater than 0, got {text}")
+        raise argparse.ArgumentTypeError(f"must be greater than 0, got {text}")
     return seconds
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the audit, print what it found, and return the exit code."""
-    if arguments.target is None:
-        print("samebits check compile: TARGET is missing", file=sys.stderr)
+    if arguments.self_test == (arguments.target is not None):
+        print("samebits check compile: give either TARGET or --self-test", file=sys.stderr)
         return USAGE
-    target = Target(arguments.target, arguments.inputs)
     try:
+        if arguments.self_test:
+            verdicts = self_test(budget=arguments.budget, tell=progress)
+            print_results(verdicts, as_json=arguments.json)
+            return exit_code(result.verdict for result in verdicts)
         found = audit(
-            target,
+            Target(arguments.target, arguments.inputs),
             only=arguments.number,
             budget=arguments.budget,
             stop_at_first=arguments.first,
+            remedies=not arguments.no_remedies,
             tell=progress,
         )
     except TargetError as error:
         print(f"samebits check compile: {error}", file=sys.stderr)
         return USAGE
-    return _show(found, as_json=arguments.json)
+    return _show(found, arguments)
 
 
-def _show(found: Audit, *, as_json: bool) -> int:
+def _show(found: Audit, arguments: argparse.Namespace) -> int:
     verdicts = report.results(found)
-    if as_json:
+    source = (found.reproducer or {}).get("source")
+    if arguments.reproducer and source:
+        Path(arguments.reproducer).write_text(source)
+    if arguments.json:
         print(json.dumps(report.to_json(found)))
     else:
         print_results(verdicts, as_json=False)
-    if not found.numbers:
+        print(describe.text(found, reproducer=arguments.reproducer))
+    if not found.numbers and "survey" not in found.unfinished:
         print("no number reaches the target: nothing can go stale", file=sys.stderr)
         return NOTHING_RUN
     return exit_code(result.verdict for result in verdicts)

@@ -1,8 +1,8 @@
 """Is a result the one of its own value? By norm, and by which value's result it is nearest to.
 
 For a tensor, ``distance(a, b) = |a - b| / max(|a|, |b|)`` in the Euclidean norm. A result is wrong
-where its distance to the eager result passes what the dtype allows, or where it is clearly nearer to
-the eager result of another value than to its own: small effects are seen too.
+where its distance to the eager result passes what the dtype allows, or where it is clearly nearer
+to the eager result of another value than to its own: small effects are seen too.
 """
 
 import math

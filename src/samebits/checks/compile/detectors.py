@@ -1,4 +1,4 @@
-"""Two root causes, seen where torch handles its own cache; each only where torch still has the hook.
+"""Two root causes, seen where torch handles its own cache, as long as torch has the hook.
 
 * **dropped guard**: a graph that takes a float as input was specialised to one value of it, and the
   guard that says so is left out of what the AOTAutograd cache saves (pytorch#194976, #197889).
@@ -74,7 +74,7 @@ def _hook_keys(detectors: Detectors) -> bool:
         detectors._takes_float = _takes_float(module)
         return plain(module, *args, **kwargs)
 
-    autograd_cache.autograd_cache_key = autograd_cache_key
+    autograd_cache.autograd_cache_key = autograd_cache_key  # type: ignore[assignment]
     return True
 
 

@@ -1,4 +1,4 @@
-"""Call the target once and return every tensor that it gives: outputs, and gradients where asked."""
+"""Call the target once and return every tensor that it gives: outputs, and gradients if asked."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -101,10 +101,9 @@ def _parameters(call: Call) -> dict[str, Tensor]:
         content, _ = attempt(lambda cell=cell: cell.cell_contents)  # type: ignore[misc]
         holders.append(content)
     found: dict[str, Tensor] = {}
-    for holder in holders:
-        holder = original(holder)
-        if isinstance(holder, nn.Module):
-            found |= {n: p for n, p in holder.named_parameters() if p.requires_grad}
+    for module in map(original, holders):
+        if isinstance(module, nn.Module):
+            found |= {n: p for n, p in module.named_parameters() if p.requires_grad}
     return found
 
 

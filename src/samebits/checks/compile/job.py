@@ -15,7 +15,7 @@ from samebits.checks.compile.target import Target
 class Job:
     """The work of one process."""
 
-    kind: Literal["survey", "run"]
+    kind: Literal["survey", "run", "reproduce"]
     target: Target
     # For files of this audit.
     folder: str
@@ -29,6 +29,9 @@ class Job:
     compiled: bool = False
     # Scenario -> tensor -> distance of the very first call.
     first: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    # Of the kind "reproduce": the wrong call, and whether the source is copied into the script.
+    fault: "StepRecord | None" = None
+    inline: bool = True
     # Whether calls of the compiled code are timed afterwards.
     timed: bool = False
 
@@ -47,6 +50,8 @@ class Job:
         values: dict[str, Any] = json.loads(path.read_text())
         values["target"] = Target(**values["target"])
         values["scenarios"] = tuple(_scenario(s) for s in values["scenarios"])
+        if values["fault"] is not None:
+            values["fault"] = StepRecord(**values["fault"])
         return Job(**values)
 
 

@@ -25,7 +25,10 @@ class Remedy(NamedTuple):
     tensor: str | None = None
 
 
+AS_IT_IS = "as it is"
+
 REMEDIES: Mapping[str, Remedy] = {
+    AS_IT_IS: Remedy("nothing changed"),
     "0-d tensor argument": Remedy("fn(…, torch.tensor(value))", tensor="argument"),
     "new_ones": Remedy("value = x.new_ones(()) * value  # first line of fn", tensor="graph"),
     "specialize_float": Remedy(

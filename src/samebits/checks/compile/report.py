@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from samebits.checks.compile.audit import Audit
 from samebits.checks.compile.job import StepRecord
+from samebits.checks.compile.record import Audit
 from samebits.checks.compile.sequence import Scenario
 from samebits.checks.result import Result, Verdict
 
@@ -20,9 +20,11 @@ def results(audit: Audit) -> list[Result]:
             f"the eager function itself remembers: after {facts['first']!r} it gives another result"
         )
         found.append(_result(audit, path, path, "fail", note, facts["effect"]))
-    for number in audit.numbers:
-        if number.note and number.path not in audit.remembers:
-            found.append(_result(audit, number.path, number.path, "not_run", number.note))
+    found += [
+        _result(audit, number.path, number.path, "not_run", number.note)
+        for number in audit.numbers
+        if number.note and number.path not in audit.remembers
+    ]
     named = {scenario.name for scenario in audit.scenarios}
     for name, reason in audit.unfinished.items():
         if name not in named:
@@ -69,7 +71,7 @@ def _of_scenario(audit: Audit, scenario: Scenario) -> Result:
     elif not steps:
         verdict, note = "not_run", "it was stopped before"
     else:
-        note = storm(scenario, steps)
+        note = storm(steps)
     return Result(
         check="compile",
         case=scenario.name,
@@ -82,7 +84,7 @@ def _of_scenario(audit: Audit, scenario: Scenario) -> Result:
     )
 
 
-def storm(scenario: Scenario, steps: list[StepRecord]) -> str:
+def storm(steps: list[StepRecord]) -> str:
     """Return a note on recompilations: one graph for each value is right, and slow."""
     fresh = [step for step in steps if step.phase == "fresh" and step.shape == 0]
     values = {tuple(step.values.items()) for step in fresh}

@@ -9,6 +9,7 @@ import json
 import os
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from samebits.checks.compile import discover
 from samebits.checks.compile.compare import allowed_for, effect
 from samebits.checks.compile.discover import Call
 from samebits.checks.compile.evaluate import Wanted, attempt, evaluate, grown
+from samebits.checks.compile.job import Job
 from samebits.checks.compile.place import Place, kind_of
 from samebits.checks.compile.target import (
     Factory,
-    Target,
     TargetError,
     knows_second_shape,
     load,
@@ -32,14 +33,10 @@ from samebits.checks.compile.values import WANTED, Number, candidates
 Tensors = dict[str, torch.Tensor]
 
 
-def survey(target: Target, folder: Path) -> dict[str, Any]:
-    """Return what is known before anything is compiled, as JSON values.
-
-    Args:
-        target: The callable and its inputs.
-        folder: For files that the forked copies exchange.
-    """
-    function, factory = load(target)
+def survey(job: Job) -> dict[str, Any]:
+    """Return what is known of a job's target before anything is compiled, as JSON values."""
+    function, factory = load(job.target)
+    folder = Path(job.folder)
     found = _forked(lambda: _look(function, factory, folder), folder)
     found["remembers"] = []
     if "error" in found or not hasattr(os, "fork"):
@@ -48,12 +45,10 @@ def survey(target: Target, folder: Path) -> dict[str, Any]:
     if control.get("effect", 1.0) > found["rounding"]:
         return found | {"error": "the eager function gives another result in another process"}
     for number in found["numbers"]:
+        path = number["path"]
         for first in _firsts(number):
-            path = number["path"]
-            copy = _forked(
-                lambda p=path, v=first: _first(function, factory, folder, p, [v]),
-                folder,  # type: ignore[misc]
-            )
+            begin = partial(_first, function, factory, folder, path, [first])
+            copy = _forked(begin, folder)
             if copy.get("effect", 0.0) > found["rounding"]:
                 found["remembers"].append({"path": path, "first": first} | copy)
                 break
@@ -95,7 +90,7 @@ def _look(function: Callable[..., Any], factory: Factory, folder: Path) -> dict[
     rounding = max(_rounding(result), 4 * again)
     if again > 1e-3:
         raise TargetError(
-            f"the eager function is not deterministic: two calls from one seed differ by {again:.1e}"
+            f"the eager function isn't deterministic: two calls from one seed differ by {again:.0e}"
         )
     torch.save(plain, folder / "eager.pt")
     other, no_second_shape = attempt(lambda: eager(second(call, factory), None))
@@ -201,12 +196,12 @@ def _has_new_nan(got: Tensors, result: Tensors) -> bool:
 def _forked(action: Callable[[], dict[str, Any]], folder: Path) -> dict[str, Any]:
     """Return what ``action`` returns in a forked copy of this process (here, where none can be)."""
     if not hasattr(os, "fork"):
-        return _guarded(action)
+        return guarded(action)
     answer = folder / "answer.json"
     answer.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
-        answer.write_text(json.dumps(_guarded(action)))
+        answer.write_text(json.dumps(guarded(action)))
         os._exit(0)
     os.waitpid(child, 0)
     if not answer.exists():
@@ -215,7 +210,8 @@ def _forked(action: Callable[[], dict[str, Any]], folder: Path) -> dict[str, Any
     return found
 
 
-def _guarded(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def guarded(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what ``action`` returns, or ``{"error": reason}`` where anyone's code raises."""
     try:
         return action()
     except TargetError as error:

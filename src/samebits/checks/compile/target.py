@@ -1,4 +1,4 @@
-"""What is audited: a callable, and a factory of its inputs, found again in every process by name."""
+"""What is audited: a callable and a factory of its inputs, found again in every process by name."""
 
 import importlib
 import importlib.util
@@ -83,7 +83,7 @@ def _import(name: str, argument: str) -> ModuleType:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
-    except Exception as error:  # noqa: BLE001 a module of anyone's may raise anything
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise TargetError(f"{argument}: module {name!r} does not import: {reason}") from error
 
@@ -103,7 +103,7 @@ def make(factory: Factory, *, second_shape: bool = False) -> Inputs:
         made = factory(second_shape=True) if second_shape else factory()
     except TargetError:
         raise
-    except Exception as error:  # noqa: BLE001 a factory of anyone's may raise anything
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise TargetError(f"the factory of inputs raises {reason}") from error
     if not (

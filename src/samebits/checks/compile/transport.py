@@ -11,10 +11,10 @@ import importlib.util
 import io
 import marshal
 import pickle
-from pickle import PicklingError
 import sys
 import types
 from collections.abc import Callable
+from pickle import PicklingError
 from typing import Any
 
 
@@ -32,7 +32,7 @@ def pack(value: object) -> bytes:
 
 def unpack(data: bytes) -> Any:
     """Return what ``pack`` packed; run it only on bytes of your own."""
-    return pickle.loads(data)  # noqa: S301 written by the parent process
+    return pickle.loads(data)
 
 
 def names_used(code: types.CodeType) -> set[str]:
@@ -101,7 +101,7 @@ def _plain_annotations(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _skeleton(code: bytes, module: str, name: str, qualname: str) -> types.FunctionType:
-    compiled = marshal.loads(code)  # noqa: S302 written by the parent process
+    compiled = marshal.loads(code)
     cells = tuple(types.CellType() for _ in compiled.co_freevars)
     # One dictionary for each function: what one sets, another of the same module does not see.
     made = types.FunctionType(compiled, {"__builtins__": __builtins__}, name, None, cells)

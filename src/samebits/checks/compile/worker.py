@@ -18,15 +18,16 @@ from typing import Any, TextIO
 import torch
 
 from samebits import env
-from samebits.checks.compile import remedies, survey
+from samebits.checks.compile import remedies, reproducer, survey
+from samebits.checks.compile.candidate import Candidate
 from samebits.checks.compile.compare import Comparison, allowed_for, compare, distance
 from samebits.checks.compile.detectors import Detectors, graphs
-from samebits.checks.compile.discover import Call, argument_name, leaves, original
+from samebits.checks.compile.discover import Call, leaves
 from samebits.checks.compile.evaluate import Wanted, attempt, evaluate
 from samebits.checks.compile.job import Job, StepRecord
 from samebits.checks.compile.place import Place
 from samebits.checks.compile.sequence import Scenario, Step
-from samebits.checks.compile.target import Factory, load
+from samebits.checks.compile.target import load
 
 Tensors = dict[str, torch.Tensor]
 # A first call this many times past what rounding may do is a fault of another kind.
@@ -59,8 +60,9 @@ def main(arguments: list[str]) -> int:
     """Run the job in the file named first, and return 0; a target that cannot be used gives 2."""
     job = Job.read(Path(arguments[0]))
     torch.set_num_threads(1)
-    if job.kind == "survey":
-        found = survey._guarded(lambda: survey.survey(job.target, Path(job.folder)))
+    if job.kind != "run":
+        action = survey.survey if job.kind == "survey" else reproducer.write
+        found = survey.guarded(lambda: action(job))
         Path(job.output).write_text(json.dumps(found))
         return 0
     _compile_quickly()
@@ -87,7 +89,7 @@ def _compile_quickly() -> None:
 
     # Building these probes takes 10 s in each process.
     if hasattr(cpu_vec_isa, "valid_vec_isa_list"):
-        cpu_vec_isa.valid_vec_isa_list = lambda: []
+        cpu_vec_isa.valid_vec_isa_list = list  # type: ignore[assignment]  # of none
     # More variants than a sequence makes: past the limit Dynamo runs eagerly without a word.
     torch._dynamo.config.cache_size_limit = 256
     torch._dynamo.config.accumulated_cache_size_limit = 4096
@@ -113,7 +115,12 @@ def run(
     with _empty_compiler(job.cache_of(scenario)), _dynamic(session, scenario):
         expected = _expected(session, steps, wanted)
         with remedies.settings(remedy.settings):
-            candidate = Candidate(session, scenario, remedy)
+            candidate, reason = attempt(
+                lambda: Candidate(session.calls[0], scenario, remedy, compiled=job.compiled)
+            )
+            if reason:
+                emit(StepRecord(scenario.name, job.phase, 0, error=reason))
+                return
             first = dict(job.first.get(scenario.name, {}))
             for index, step in enumerate(steps):
                 record = StepRecord(scenario.name, job.phase, index)
@@ -138,64 +145,6 @@ def run(
                 record = StepRecord(scenario.name, job.phase, len(steps))
                 record.microseconds = _time(candidate, session.set(steps[0]), wanted)
                 emit(record)
-
-
-class Candidate:
-    """The compiled function, with a remedy applied."""
-
-    def __init__(self, session: Session, scenario: Scenario, remedy: remedies.Remedy) -> None:
-        self.session, self.scenario, self.remedy = session, scenario, remedy
-        call = session.calls[0]
-        function: Any = call.function
-        if remedy.tensor == "graph":
-            function = remedies.inside(original(function), self._position(), self._like(call))
-            self.run = torch.compile(function, dynamic=scenario.dynamic)
-        elif session.job.compiled:
-            if "backend" in remedy.compile:
-                raise ValueError("the function chooses its own backend")
-            self.run = function
-        else:
-            settings: dict[str, Any] = {"dynamic": scenario.dynamic, **remedy.compile}
-            self.run = torch.compile(_plain(function), **settings)
-
-    def prepare(self, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments as the remedy passes them."""
-        if self.remedy.tensor == "argument":
-            position = self._position()
-            holder: Any = kwargs if isinstance(position, str) else args
-            like = self._like(Call(self.run, args, kwargs))
-            tensor = (kwargs if isinstance(like, str) else args)[like]  # type: ignore[index,call-overload]
-            holder[position] = remedies.as_tensor(holder[position], tensor)
-        return args, kwargs
-
-    def _position(self) -> str | int:
-        call, path = self.session.calls[0], self.scenario.options[0].path
-        if path in call.kwargs:
-            return path
-        for index in range(len(call.args)):
-            if argument_name(call, index) == path:
-                return index
-        raise ValueError("the number is not an argument: the function itself must be edited")
-
-    def _like(self, call: Call) -> str | int:
-        items = [*enumerate(call.args), *call.kwargs.items()]
-        for position, value in items:
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                return position  # type: ignore[return-value]  # int or str
-        raise ValueError("no argument is a float tensor")
-
-
-def _plain(function: Any) -> Any:
-    """Return something that torch.compile takes for what it does not, such as a partial."""
-    if isinstance(function, torch.nn.Module) or hasattr(function, "__code__"):
-        return function
-    if hasattr(function, "__func__"):
-        return function
-
-    def target(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return target
 
 
 def _call(

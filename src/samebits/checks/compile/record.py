@@ -1,0 +1,59 @@
+"""What an audit found out, before it is put into words."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from samebits.checks.compile.job import StepRecord
+from samebits.checks.compile.sequence import Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number that reaches the callable, and what the survey says of it."""
+
+    path: str
+    kind: str
+    values: tuple[Any, ...]
+    # Why it cannot be judged; empty where it can.
+    note: str
+
+
+@dataclass
+class Audit:
+    """Everything that was found out about one callable."""
+
+    target: str
+    versions: Mapping[str, str | None]
+    numbers: list[Number] = field(default_factory=list)
+    scenarios: list[Scenario] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    # Scenario -> why it was not finished; pairs left out and shapes or gradients not tried, too.
+    unfinished: dict[str, str] = field(default_factory=dict)
+    # Detector -> why it was not checked.
+    missing: dict[str, str] = field(default_factory=dict)
+    # Numbers that the eager function itself remembers: path -> what it was first called with.
+    remembers: dict[str, Any] = field(default_factory=dict)
+    # Scenario -> steps of each remedy tried on it.
+    remedies: dict[str, list[StepRecord]] = field(default_factory=dict)
+    remedies_not_tried: dict[str, str] = field(default_factory=dict)
+    reproducer: Any = None
+
+    def of(self, scenario: str) -> list[StepRecord]:
+        """Return the calls of one scenario, those of the fresh process first."""
+        return [step for step in self.steps if step.scenario == scenario]
+
+    @property
+    def wrong(self) -> list[StepRecord]:
+        """The calls with a wrong result."""
+        return [step for step in self.steps if step.wrong]
+
+    @property
+    def latent(self) -> list[StepRecord]:
+        """The calls that were right, although compiled code of another value may be reused."""
+        return [step for step in self.steps if not step.wrong and (step.dropped or _reused(step))]
+
+
+def _reused(step: StepRecord) -> bool:
+    """Return whether a fresh process took code for a new value from the cache."""
+    return step.phase == "fresh" and step.shape == 0 and step.index > 0 and step.reused > 0

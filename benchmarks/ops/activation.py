@@ -184,7 +184,7 @@ def _case(
     if direction == "forward":
         config = forward_heuristic(rows, problem.F, 2)
     else:
-        config = backward_heuristic(rows, problem.F, 2, dbias=variant.bias)
+        config = backward_heuristic(rows, problem.F, 2, dbias=variant.bias, dp=variant.probs)
 
     values = 2 * rows * problem.F * (3 if direction == "forward" else 5)
     bias = 2 * 2 * problem.E * problem.F + 4 * (problem.E + 1) if variant.bias else 0

@@ -103,7 +103,8 @@ def build(case: Case, sm: int) -> Any:
         config = forward_heuristic(_ROWS, case.columns, size)
     else:
         dbias = case.kernel == "bias_backward"
-        config = backward_heuristic(_ROWS, case.columns, size, dbias=dbias)
+        dp = _pointers(case).get("dp_ptr") is not None
+        config = backward_heuristic(_ROWS, case.columns, size, dbias=dbias, dp=dp)
     tiles = {
         "BLOCK_R": config.block_r,
         "BLOCK_F": config.block_f,

@@ -426,7 +426,9 @@ def launch_activation_backward(
     if rows * columns == 0:
         return result._replace(dp=None if dp is None else dp.zero_())
     dbias = result.dbias is not None
-    config = config or backward_heuristic(rows, columns, z.element_size(), dbias=dbias)
+    config = config or backward_heuristic(
+        rows, columns, z.element_size(), dbias=dbias, dp=wanted.dp
+    )
     launch = _launch_chunks if dbias else _launch_rows
     launch(dh, operands, activation, layout, result, config)
     return result

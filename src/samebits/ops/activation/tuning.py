@@ -21,13 +21,17 @@ class Config:
     num_stages: int = 1
 
 
-# Elements of h per tile: a thread moves 16-byte vectors, two of each operand forward, one backward.
+# Elements of h per tile, from benchmarks/tune_activation.py on an H200: wide rows want larger tiles.
 FORWARD_ELEMENTS = 2048
-BACKWARD_ELEMENTS = 1024
+NARROW_FORWARD_ELEMENTS = 1024
+BACKWARD_ELEMENTS = 2048
+# With dp or bias gradients a program walks over tiles and keeps sums: smaller ones leave room.
+WALKING_ELEMENTS = 512
+BIAS_ELEMENTS = 1024
 # Below this many elements of h a device is not full: smaller tiles spread them over more programs.
 FEW_ELEMENTS = 1 << 19
-# Walking down rows with two sums in registers leaves few programs per multiprocessor.
-CHUNK_STAGES = 3
+# Loads of a backward tile go through shared memory ahead of use, also where there is one tile.
+BACKWARD_STAGES = 3
 
 
 def block_columns(columns: int, most: int) -> int:
@@ -58,24 +62,29 @@ def forward_heuristic(rows: int, columns: int, itemsize: int) -> Config:
 
     Determinism: pure function of its arguments; no choice changes bits.
     """
-    return _config(columns, _elements(rows, columns, itemsize, FORWARD_ELEMENTS), itemsize)
+    narrow = block_columns(columns, FORWARD_ELEMENTS) <= 256
+    most = NARROW_FORWARD_ELEMENTS if narrow else FORWARD_ELEMENTS
+    return _config(columns, _elements(rows, columns, itemsize, most), itemsize)
 
 
-def backward_heuristic(rows: int, columns: int, itemsize: int, *, dbias: bool) -> Config:
+def backward_heuristic(
+    rows: int, columns: int, itemsize: int, *, dbias: bool, dp: bool = False
+) -> Config:
     """Return the backward tile; with bias gradients one row of a chunk at a time.
 
     Determinism: pure function of its arguments; no choice changes bits.
     """
-    elements = _elements(rows, columns, itemsize, BACKWARD_ELEMENTS)
-    config = _config(columns, elements, itemsize)
-    return replace(config, block_r=1, num_stages=CHUNK_STAGES) if dbias else config
+    most = BIAS_ELEMENTS if dbias else WALKING_ELEMENTS if dp else BACKWARD_ELEMENTS
+    config = _config(columns, _elements(rows, columns, itemsize, most), itemsize)
+    config = replace(config, num_stages=BACKWARD_STAGES)
+    return replace(config, block_r=1) if dbias else config
 
 
 def candidates(columns: int, itemsize: int, *, backward: bool) -> list[Config]:
     """Return the configurations worth timing, the heuristic ones among them."""
     found = []
     most = BACKWARD_ELEMENTS if backward else FORWARD_ELEMENTS
-    for elements in (most // 2, most, 2 * most):
+    for elements in (most // 4, most // 2, most, 2 * most):
         config = _config(columns, elements * 2 // itemsize, itemsize)
         for warps in (config.num_warps, 2 * config.num_warps):
             found += [replace(config, num_warps=warps, num_stages=n) for n in (1, 3)]

@@ -19,6 +19,7 @@ printf '%s\\n' "$*" | tr '\\n' ' ' >>"$NOTES"; echo >>"$NOTES"
 case $* in
   --version) echo Python 3.9.1 ;;
   "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+  *"getsitepackages()[0]"*) pwd ;;
 esac
 """
 

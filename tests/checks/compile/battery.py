@@ -122,7 +122,9 @@ def measure(names):
                     "gradient": gradient,
                     "stale": any(s.wrong for s in steps),
                     "stale_automatic": any(
-                        s.wrong for s in steps if "dynamic=None" in s.scenario and s.phase == "fresh"
+                        s.wrong
+                        for s in steps
+                        if "dynamic=None" in s.scenario and s.phase == "fresh"
                     ),
                     "guard_dropped": any(s.dropped for s in steps),
                     "code_reused": any(s.reused for s in steps if s.phase == "fresh"),
@@ -133,7 +135,7 @@ def measure(names):
                     "seconds_both": round(time.time() - start, 1),
                 }
             )
-            print(rows[-1], file=sys.stderr, flush=True)
+            sys.stderr.write(f"{rows[-1]}\n")
     return rows
 
 

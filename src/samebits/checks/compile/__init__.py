@@ -10,16 +10,16 @@ compares each with the eager original.
 
 from typing import Any
 
-__all__ = ["Audit", "TargetError", "add_arguments", "audit_compile", "main"]
+__all__ = ["Audit", "TargetError", "add_arguments", "audit_compile", "main", "results"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Workers import this package, too; they need none of this.
-    from samebits.checks.compile import audit, command, target
+    from samebits.checks.compile import audit, command, report, target
 
-    for module in (audit, command, target):
+    for module in (audit, command, report, target):
         if hasattr(module, name):
             return getattr(module, name)
     raise AttributeError(name)

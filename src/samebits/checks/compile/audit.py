@@ -11,7 +11,7 @@ from typing import Any
 from samebits import env
 from samebits.checks.compile import process, transport
 from samebits.checks.compile.follow_up import follow_up
-from samebits.checks.compile.job import Job
+from samebits.checks.compile.job import OUT_OF_BUDGET, Job
 from samebits.checks.compile.lanes import Tell, run_lanes
 from samebits.checks.compile.process import Deadline
 from samebits.checks.compile.record import Audit, Number
@@ -66,7 +66,7 @@ def audit(
     job = Job(kind="survey", target=target, folder=str(folder), output=str(folder / "survey"))
     survey = process.ask(job, deadline)
     if survey.get("late"):
-        found.unfinished["survey"] = "the budget ran out"
+        found.unfinished["survey"] = OUT_OF_BUDGET
         return found
     if survey.get("error"):
         raise TargetError(survey["error"])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from samebits.checks.compile import process
-from samebits.checks.compile.job import Job, StepRecord
+from samebits.checks.compile.job import OUT_OF_BUDGET, Job, StepRecord
 from samebits.checks.compile.lanes import Tell, run_lanes
 from samebits.checks.compile.process import Deadline
 from samebits.checks.compile.record import Audit
@@ -82,7 +82,7 @@ def reproduce(
         )
         written = process.ask(work, deadline)
         if "source" not in written:
-            reasons.append(written.get("error") or "the budget ran out")
+            reasons.append(written.get("error") or OUT_OF_BUDGET)
             continue
         path = Path(job.folder) / f"reproducer_{'alone' if inline else 'imports'}.py"
         path.write_text(written["source"])
@@ -95,7 +95,7 @@ def reproduce(
 
 def _run(path: Path, seconds: float) -> tuple[int | None, str]:
     if seconds <= 0:
-        return None, "the budget ran out"
+        return None, OUT_OF_BUDGET
     try:
         run = subprocess.run(
             [sys.executable, str(path)],

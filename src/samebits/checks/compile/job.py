@@ -10,6 +10,8 @@ from samebits.checks.compile.evaluate import Wanted
 from samebits.checks.compile.sequence import Option, Phase, Scenario
 from samebits.checks.compile.target import Target
 
+OUT_OF_BUDGET = "the budget ran out"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from samebits import env
-from samebits.checks.compile.job import Job, StepRecord
+from samebits.checks.compile.job import OUT_OF_BUDGET, Job, StepRecord
 from samebits.checks.compile.sequence import Scenario
 
 _POLL_SECONDS = 0.05
@@ -104,7 +104,7 @@ def _run_part(
         return ()
     if deadline.left <= 0:
         for scenario in open_ones:
-            answer.unfinished[scenario.name] = "the budget ran out"
+            answer.unfinished[scenario.name] = OUT_OF_BUDGET
         return ()
     reason = f"the process ended with code {process.code}: {process.last_words()}"
     answer.unfinished[open_ones[0].name] = reason

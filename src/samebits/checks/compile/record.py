@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from samebits.checks.compile.job import StepRecord
+from samebits.checks.compile.job import OUT_OF_BUDGET, StepRecord
 from samebits.checks.compile.sequence import Scenario
 
 
@@ -42,6 +42,11 @@ class Audit:
     def of(self, scenario: str) -> list[StepRecord]:
         """Return the calls of one scenario, those of the fresh process first."""
         return [step for step in self.steps if step.scenario == scenario]
+
+    @property
+    def late(self) -> bool:
+        """Whether the budget ran out before everything was judged."""
+        return OUT_OF_BUDGET in self.unfinished.values()
 
     @property
     def wrong(self) -> list[StepRecord]:

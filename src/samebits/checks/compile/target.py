@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +16,7 @@ import torch
 from samebits.checks.compile.transport import unpack
 from samebits.errors import must
 
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Inputs = tuple[Sequence[Any], dict[str, Any]]
 Factory = Callable[..., Inputs]
 
 SEED = 1234

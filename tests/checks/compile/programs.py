@@ -1,0 +1,182 @@
+"""Targets of the audit's tests: where a number can live, and programs known to be right or wrong."""
+
+import dataclasses
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+SCALE = 0.5
+
+
+def clamped_swiglu(x: torch.Tensor, limit: float) -> torch.Tensor:
+    gate, up = torch.chunk(x, 2, -1)
+    return F.silu(gate).clamp(max=limit) * up.clamp(min=-limit, max=limit)
+
+
+def with_global(x):
+    return x * SCALE
+
+
+def with_default(x, eps=1e-3, *, flag=False):
+    return F.rms_norm(x, (x.shape[-1],), eps=eps)
+
+
+def make_closure(limit):
+    def with_closure(x):
+        return clamped_swiglu(x, limit)
+
+    return with_closure
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    limit: float = 0.5
+    rows: int = 3
+    name: str = "options"
+
+
+def with_options(x, options, table):
+    return clamped_swiglu(x, options.limit) * table["scale"][0]
+
+
+class Layers(nn.Module):
+    """Two layers, each with its own limit."""
+
+    def __init__(self, limits=(0.5, 0.25)):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(limit) for limit in limits)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.cat([layer(x), x[..., : x.shape[-1] // 2]], -1)
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self, limit):
+        super().__init__()
+        self.limit = limit
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return clamped_swiglu(x * self.weight, self.limit)
+
+
+class Adapter(nn.Module):
+    """A linear layer with a low-rank part that can be switched, and scaled."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.down, self.up = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.randn(8, 2))
+        self.enabled, self.scale = True, 0.5
+
+    def forward(self, x):
+        y = F.linear(x, self.weight)
+        if self.enabled:
+            y = y + F.linear(F.linear(x, self.down), self.up) * self.scale
+        return y.clamp(max=self.scale)
+
+
+forward_compiled = torch.compile(clamped_swiglu)
+
+
+@torch.compile
+def clamped_swiglu_backward(grad, x, limit):
+    """The gradient written out, with comparisons: stale without any autograd."""
+    gate, up = torch.chunk(x, 2, -1)
+    act = F.silu(gate)
+    sigmoid = torch.sigmoid(gate)
+    slope = sigmoid * (1 + gate * (1 - sigmoid)) * (act <= limit).to(x.dtype)
+    inside = ((up >= -limit) & (up <= limit)).to(x.dtype)
+    d_gate = grad * slope * up.clamp(min=-limit, max=limit)
+    return torch.cat((d_gate, grad * act.clamp(max=limit) * inside), -1)
+
+
+class FusedSwiGLU(torch.autograd.Function):
+    """The form of a trainer's fused activation: both directions compiled by themselves."""
+
+    @staticmethod
+    def forward(ctx, x, limit):
+        ctx.save_for_backward(x)
+        ctx.limit = limit
+        return forward_compiled(x, limit)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return clamped_swiglu_backward(grad, x, ctx.limit), None
+
+
+def fused_swiglu(x, limit):
+    return FusedSwiGLU.apply(x, limit)
+
+
+_launched = {}
+
+
+def forgetful_launch(x, step: int):
+    """A launcher whose cache knows the shape and forgets the number (helion#2793's kind)."""
+    key = (tuple(x.shape), x.dtype)
+    if key not in _launched:
+        _launched[key] = step
+    return x + _launched[key]
+
+
+def careful_launch(x, step: int):
+    return x + step
+
+
+def random_eager(x, scale):
+    return x * scale + torch.randn(4, 8, generator=_GENERATOR)
+
+
+_GENERATOR = torch.Generator()
+
+
+def tensor_argument(x, limit):
+    return clamped_swiglu(x, limit)
+
+
+def text_argument(x, limit):
+    return clamped_swiglu(x, float(limit))
+
+
+def failing_inputs():
+    raise KeyError("no such data")
+
+
+def two_floats():
+    return (torch.randn(4, 8), 0.5), {}
+
+
+def float_and_gradient():
+    return (torch.randn(4, 4), torch.randn(4, 8), 0.5), {}
+
+
+def with_objects():
+    return (torch.randn(4, 8), Options(), {"scale": [2.0, "text"]}), {}
+
+
+def one_tensor():
+    return (torch.randn(4, 8),), {}
+
+
+def tensor_and_int():
+    return (torch.randn(4, 8), 3), {}
+
+
+def tensor_limit():
+    return (torch.randn(4, 8), torch.tensor(0.5)), {}
+
+
+def text_limit():
+    return (torch.randn(4, 8), "0.5"), {}
+
+
+closure = make_closure(0.5)
+frozen = functools.partial(clamped_swiglu, limit=0.5)
+layers = Layers()
+adapter = Adapter()

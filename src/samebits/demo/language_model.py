@@ -130,7 +130,7 @@ def train(
     text: Tensor,
     *,
     steps: int,
-    progress: Callable[[int, float], None] = lambda _step, _loss: None,
+    progress: Callable[[int, float], object] = lambda _step, _loss: None,
 ) -> list[float]:
     """Train in place with AdamW; return the loss of every step, in nats per byte."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.01)
@@ -150,4 +150,5 @@ def train(
 def serve(model: LanguageModel, text: Tensor, function: ExpertFunction) -> Tensor:
     """Return the log-probabilities of ``text`` from an engine that computes ``function``."""
     with torch.inference_mode():
-        return model(text, function)
+        log_probabilities: Tensor = model(text, function)
+    return log_probabilities

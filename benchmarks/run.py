@@ -104,7 +104,10 @@ def provenance(device: str, ceiling: float) -> Row:
         "python": sys.version.split()[0],
         "samebits": env.version_of("samebits") or "source",
         "commit": _commit(),
-        "command": " ".join(["benchmarks/run.py", *sys.argv[1:]]),
+        # Folders of this machine are nobody else's business.
+        "command": " ".join(
+            ["benchmarks/run.py", *(Path(w).name if w.startswith("/") else w for w in sys.argv[1:])]
+        ),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

@@ -203,6 +203,7 @@ def machine_paths(file: File) -> Iterator[Finding]:
         found = MACHINE_PATH.search(line)
         if found:
             yield number, f"{found.group()}… is a path of one machine"
+            return  # data would repeat it on every line
 
 
 def operations(files: Sequence[File]) -> Iterator[tuple[str, Finding]]:

@@ -1,4 +1,4 @@
-"""Targets of the audit's tests: where a number can live, and programs known to be right or wrong."""
+"""Targets of the audit's tests: where a number can live; programs known to be right or wrong."""
 
 import dataclasses
 import functools

@@ -128,7 +128,7 @@ def _values(place: Place, call: Call, wanted: Wanted | None, result: Tensors) ->
             got, reason = attempt(lambda: eager(call, wanted))
         if reason:
             refusal = reason
-        elif _has_new_nan(got, result):
+        elif _brings_nan(got, result):
             refusal = "the result is NaN"
         elif all(effect(got, known) > _rounding(got) for known in results):
             results.append(got)
@@ -185,7 +185,7 @@ def _rounding(result: Tensors) -> float:
     return max((allowed_for(t.dtype) / 10 for t in result.values()), default=0.0)
 
 
-def _has_new_nan(got: Tensors, result: Tensors) -> bool:
+def _brings_nan(got: Tensors, result: Tensors) -> bool:
     return any(
         bool(tensor.isnan().any()) and not bool(result[name].isnan().any())
         for name, tensor in got.items()

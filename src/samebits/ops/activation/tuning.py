@@ -21,7 +21,7 @@ class Config:
     num_stages: int = 1
 
 
-# Elements of h per tile, from benchmarks/tune_activation.py on an H200: wide rows want larger tiles.
+# Elements of h per tile, from benchmarks/tune_activation.py on an H200: wide rows want large tiles.
 FORWARD_ELEMENTS = 2048
 NARROW_FORWARD_ELEMENTS = 1024
 BACKWARD_ELEMENTS = 2048

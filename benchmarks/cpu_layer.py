@@ -1,6 +1,6 @@
 """Time the layer on a CPU beside transformers' implementations of the same experts module.
 
-    python benchmarks/cpu_layer.py [--tokens 1,16,128,1024] [--dtypes bf16,fp32] [--rounds 21] [--out FILE]
+    python benchmarks/cpu_layer.py [--tokens 1,16,128,1024] [--dtypes bf16,fp32] [--rounds 21]
 
 Candidates run in turn, round by round; ms is the median. ``noise`` is eager a second time: a
 difference smaller than that between the two means nothing.

@@ -1,4 +1,4 @@
-"""`samebits check parity`: do output and every gradient match fp64, over the catalogue of cases?
+"""`samebits check parity`: Do output and every gradient match fp64, in every case?
 
 Without TARGET, the backends of Samebits are judged. TARGET is ``module:function``: anyone's experts
 function, called as ``samebits.experts`` is::
@@ -14,6 +14,7 @@ import argparse
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -109,17 +110,29 @@ def main(arguments: argparse.Namespace) -> int:
     except (TypeError, ValueError, ImportError) as error:
         print(f"samebits check parity: {error}", file=sys.stderr)
         return USAGE
-    results = list(
-        judge_cases(
-            subjects,
-            arguments.case or list(CASES),
-            device=device,
-            tokens=tokens,
-            forward=arguments.forward,
+    with _one_thread():
+        results = list(
+            judge_cases(
+                subjects,
+                arguments.case or list(CASES),
+                device=device,
+                tokens=tokens,
+                forward=arguments.forward,
+            )
         )
-    )
     print_results(results, as_json=arguments.json)
     return exit_code(result.verdict for result in results)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Use one thread of the CPU for a while: tiny products are slower on more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def judge_cases(

@@ -27,6 +27,7 @@ from torch import Tensor
 from samebits import env
 from samebits.backends import BACKENDS
 from samebits.checks.result import (
+    FOREIGN_ERRORS,
     USAGE,
     Result,
     Verdict,
@@ -53,19 +54,6 @@ ExpertsFunction = Callable[..., Tensor]
 # The reference is what the others are measured against: it cannot fail.
 DEFAULT_BACKENDS = [name for name in BACKENDS if name != "reference"]
 DISTRIBUTIONS: tuple[Distribution, ...] = ("uniform", "dropped")
-
-# What foreign code raises; anything else (interrupts, memory) stops the check.
-_FOREIGN_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 class Subject(NamedTuple):
@@ -186,7 +174,7 @@ def judge_case(
         except (NotImplementedError, ImportError) as error:
             verdict: Verdict = "not_run" if isinstance(error, ImportError) else "unsupported"
             return about(verdict=verdict, note=_spell(error))
-        except _FOREIGN_ERRORS as error:
+        except FOREIGN_ERRORS as error:
             return about(verdict="fail", note=f"{distribution}: {_spell(error)}")
         place = _worst(judgements, distribution)
         worst = place if worst is None else max(worst, place)

@@ -13,6 +13,20 @@ from samebits import env
 Verdict = Literal["pass", "fail", "unsupported", "not_run"]
 VERDICTS: tuple[Verdict, ...] = ("pass", "fail", "unsupported", "not_run")
 
+# Exceptions that foreign code raises; anything else (interrupts, memory) stops the check.
+FOREIGN_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
 _Item = TypeVar("_Item")
 
 PASSED, FAILED, USAGE, NOTHING_RUN = 0, 1, 2, 3

@@ -9,26 +9,14 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from samebits.checks.result import FOREIGN_ERRORS as FOREIGN_ERRORS
+
 # "run": the implementation itself ran. "arguments": its kernel cannot run here, so a stand-in in
 # torch computed what the arguments that its adapter passed ask for.
 Evidence = Literal["run", "arguments"]
 
 # Output and gradients by name: "out", "d_x", "d_topk_probs", "d_<parameter>".
 Results = dict[str, Tensor]
-
-# Exceptions that foreign code raises; anything else (interrupts, memory) stops the check.
-FOREIGN_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 class Sizes(NamedTuple):

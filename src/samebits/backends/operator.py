@@ -14,7 +14,7 @@ from torch import Tensor
 from samebits.activation import Activation
 from samebits.backends import choose
 from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
-from samebits.errors import must
+from samebits.errors import UnsupportedError, must
 from samebits.problem import DTYPE_NAMES, DTYPES, Problem, ProbPlacement
 from samebits.weights import Layout, PostExpertNorm
 
@@ -231,6 +231,10 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise UnsupportedError(
+                "a layer has no second derivatives; hint: call backward without create_graph"
+            )
         *tensors, z = ctx.saved_tensors
         # Inputs are in the order of Call; topk_ids (1) and num_valid_tokens (8) have no gradient.
         places = [Call._fields.index(name) for name in DIFFERENTIABLE]

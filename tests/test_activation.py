@@ -216,3 +216,36 @@ def test_nan_passes_every_clamp(activation: Activation) -> None:
 
     assert apply(activation, nan, one).isnan().all()
     assert apply(activation, one, nan).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("activation", SLOPES, ids=str)
+def test_bits_do_not_depend_on_the_place_of_an_element(
+    activation: Activation, dtype: torch.dtype
+) -> None:
+    gate = torch.linspace(-9, 9, 1009, dtype=dtype)
+    whole = derivative(activation, gate, gate)
+    assert whole.up is not None
+
+    for first in range(0, 1009, 7):
+        # Fewer than a vector of any instruction set, so that all of it is tail.
+        part = gate[first : first + 3].clone()
+        alone = derivative(activation, part, part)
+        assert alone.up is not None
+        assert_bitwise_equal(alone.h, whole.h[first : first + 3])
+        assert_bitwise_equal(alone.gate, whole.gate[first : first + 3])
+        assert_bitwise_equal(alone.up, whole.up[first : first + 3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [88.0, 104.0, 710.0, 1e4])
+def test_gradients_are_finite_far_from_zero(dtype: torch.dtype, size: float) -> None:
+    gate = torch.tensor([-size, size], dtype=dtype, requires_grad=True)
+    h = apply(Activation(alpha=1.702), gate, torch.ones_like(gate))
+
+    (slope,) = torch.autograd.grad(h.sum(), gate)
+    closed = derivative(Activation(alpha=1.702), gate.detach(), torch.ones_like(gate))
+
+    for value in (h, slope, closed.gate):
+        assert value.isfinite().all()
+    assert slope[1] == 1.0

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -35,12 +35,34 @@ class ActivationKind(NamedTuple):
     ungated: bool = True
 
 
+class _Sigmoid(torch.autograd.Function):
+    """``1 / (1 + exp(-x))``, whose own gradient is NaN where the exponential overflows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        share = 1.0 / (1.0 + torch.exp(-x))
+        ctx.save_for_backward(share)
+        return share
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        share: Tensor = ctx.saved_tensors[0]
+        return grads[0] * (share * (1.0 - share))
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    # torch's own sigmoid gives an element other bits on CPU when it falls into the tail of a vector
+    # loop, that is, by its place in the tensor; exp, tanh and erf do not.
+    share: Tensor = _Sigmoid.apply(x)  # type: ignore[no-untyped-call]
+    return share
+
+
 def _silu(gate: Tensor, activation: Scalars) -> Tensor:
-    return gate * torch.sigmoid(activation.alpha * gate)
+    return gate * _sigmoid(activation.alpha * gate)
 
 
 def _silu_derivative(gate: Tensor, activation: Scalars) -> Tensor:
-    sigmoid = torch.sigmoid(activation.alpha * gate)
+    sigmoid = _sigmoid(activation.alpha * gate)
     return sigmoid * (1.0 + activation.alpha * gate * (1.0 - sigmoid))
 
 
@@ -91,12 +113,12 @@ def _relu2_derivative(gate: Tensor, activation: Scalars) -> Tensor:
 
 def _situ(gate: Tensor, activation: Scalars) -> Tensor:
     cap = cast("float", activation.gate_softcap)
-    return cap * torch.tanh(gate / cap) * torch.sigmoid(gate)
+    return cap * torch.tanh(gate / cap) * _sigmoid(gate)
 
 
 def _situ_derivative(gate: Tensor, activation: Scalars) -> Tensor:
     cap = cast("float", activation.gate_softcap)
-    tanh, sigmoid = torch.tanh(gate / cap), torch.sigmoid(gate)
+    tanh, sigmoid = torch.tanh(gate / cap), _sigmoid(gate)
     return sigmoid * ((1.0 - tanh * tanh) + cap * tanh * (1.0 - sigmoid))
 
 

@@ -94,7 +94,8 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Ten
     if bias is None or bias.dtype == x.dtype:
         return linear(x, weight, None if bias is None else bias[expert])
     # torch adds a bias before it rounds only where the bias has the product's dtype.
-    return linear(x.float(), weight.float(), bias[expert]).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return linear(x.to(wide), weight.to(wide), bias[expert].to(wide)).to(x.dtype)
 
 
 def _activate(problem: Problem, z: Tensor, p: Tensor) -> Tensor:

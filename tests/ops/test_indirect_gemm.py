@@ -7,12 +7,12 @@ import torch
 
 from samebits.ops.indirect_gemm.kernel import launch_first_projection, launch_second_projection
 from samebits.ops.indirect_gemm.reference import first_projection, second_projection
-from samebits.ops.indirect_gemm.tuning import Config
+from samebits.ops.indirect_gemm.tuning import TABLE, Config, heuristic
 from samebits.ops.permute.reference import tiles
 from samebits.routing import Permutation
 from samebits.testing.cases import CASES
 from samebits.testing.inputs import make_inputs
-from samebits.testing.numerics import assert_within_budget
+from samebits.testing.numerics import assert_bitwise_equal, assert_within_budget
 
 pytestmark = [
     pytest.mark.interpret,
@@ -67,6 +67,39 @@ def test_projections_equal_the_reference(name: str, orientation: str, config: Co
         strict=True,
     ):
         assert_within_budget(value, plain, exact, torch.float32)
+
+
+def test_a_bias_of_any_strides_is_read_by_its_strides() -> None:
+    problem = replace(CASES["gpt-oss-whole"], grad=False)
+    inputs = make_inputs(problem, 9)
+    permutation = Permutation.of(inputs.routing.topk_ids, problem.E)
+    slots, table = permutation.slots.int(), tiles(permutation.offsets.int(), 9 * problem.K, 16)
+    strided = inputs.weights.map(lambda t: t if t.dim() == 3 else t.T.contiguous().T)
+    assert not strided.down_bias.is_contiguous()
+
+    results = []
+    for weights in (inputs.weights, strided):
+        h, _ = launch_first_projection(
+            inputs.x, slots, table, weights, problem.activation, None, CONFIGS["rows"],
+            topk=problem.K, gather=True, save=False,
+        )  # fmt: skip
+        results.append(
+            (h, launch_second_projection(h, slots, table, weights, None, CONFIGS["rows"]))
+        )
+
+    for value, expected in zip(*results, strict=True):
+        assert_bitwise_equal(value, expected)
+
+
+def test_tiles_follow_the_token_count_only_where_their_bits_were_compared() -> None:
+    sizes = (1, 100, 1000, 10**6)
+
+    assert len({heuristic(rows, 8, "sm_90") for rows in sizes}) > 1
+    for device in ("sm_80", "sm_86", "sm_100", "sm_120"):
+        ((first, second),) = {heuristic(rows, 8, device) for rows in sizes}
+        assert first == second
+        assert (first.block_r + first.block_n) * first.block_k * 2 * first.num_stages <= 99 * 1024
+    assert all(entry.first.block_r == entry.second.block_r for entry in TABLE)
 
 
 def _reference(inputs, permutation, problem):

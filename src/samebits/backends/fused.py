@@ -2,6 +2,7 @@
 
 Four launches (five for many tokens) and no host sync; every shape is a function of T, so a call can
 be captured in a CUDA graph. Tiles follow T, bits do not: every tile of the table computes the same.
+The table is evidence for sm_90; another architecture has one tile for every T.
 """
 
 from torch import Tensor
@@ -50,7 +51,7 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     from samebits.ops.permute.kernel import launch_combine, launch_metadata, launch_permute
 
     topk, total = problem.K, call.topk_ids.numel()
-    first, second = heuristic(max(total, 1), problem.E)
+    first, second = heuristic(max(total, 1), problem.E, problem.device)
     if problem.dtype == "fp32":
         first, second = (config.for_fp32() for config in (first, second))
     metadata = launch_metadata(

@@ -72,6 +72,7 @@ def _dtypes() -> dict[str, Problem]:
         cases[f"{dtype}-gpt-oss"] = same
     low = replace(whole, dtype="bf16")
     cases["bf16-fp32-biases"] = low
+    cases["fp64-fp32-biases"] = replace(whole, dtype="fp64", probs="fp64")
     cases["bf16-probs"] = replace(low, probs="bf16", gate_up_bias="bf16", down_bias="bf16")
     cases["bf16-out-fp32"] = replace(_SMALL, dtype="bf16", out_dtype="fp32")
     return cases

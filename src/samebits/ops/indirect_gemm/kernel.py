@@ -327,6 +327,7 @@ def launch_first_projection(
     Determinism: one accumulator per element, contraction ascending; the same bits for every config.
     """
     w, layout = weights.gate_up, weights.layout
+    bias = None if weights.gate_up_bias is None else weights.gate_up_bias.contiguous()
     rows, hidden, columns = slots.shape[0], w.shape[2], weights.down.shape[2]
     h = x.new_empty(rows, columns)
     z = x.new_empty(rows, w.shape[1]) if save else None
@@ -339,7 +340,7 @@ def launch_first_projection(
     tile = TileOptions.of(activation)
     strides = (0, 0, 0) if tma else w.stride()
     _first_projection_kernel[_grid(tiles, columns, block_f, config)](
-        x, x.stride(0), source, *strides, weights.gate_up_bias, probs,
+        x, x.stride(0), source, *strides, bias, probs,
         h, z,
         slots, tiles.expert, tiles.row, tiles.end, tiles.count,
         hidden, columns, topk, tile.scalars,
@@ -366,6 +367,7 @@ def launch_second_projection(
     Determinism: one accumulator per element, contraction ascending; the same bits for every config.
     """
     w = weights.down
+    bias = None if weights.down_bias is None else weights.down_bias.contiguous()
     rows, columns = h.shape
     hidden = w.shape[1]
     y = h.new_empty(rows, hidden)
@@ -380,7 +382,7 @@ def launch_second_projection(
         )
     strides = (0, 0, 0) if tma else w.stride()
     _second_projection_kernel[_grid(tiles, hidden, config.block_n, config)](
-        operand, source, *strides, weights.down_bias, probs,
+        operand, source, *strides, bias, probs,
         y,
         slots, tiles.expert, tiles.row, tiles.end, tiles.count,
         columns, hidden,

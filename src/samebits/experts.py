@@ -7,12 +7,14 @@ from samebits.activation import Activation
 from samebits.backends import check_name
 from samebits.backends.call import Call
 from samebits.backends.operator import Options, autocast_dtype, run
-from samebits.errors import must
+from samebits.errors import must, require_int
 from samebits.problem import DTYPE_NAMES, ProbPlacement
 from samebits.routing import Routing
 from samebits.weights import ExpertWeights
 
 _PLAIN = Activation()
+# What autocast casts, in a linear layer too.
+_NARROWED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def experts(
@@ -55,9 +57,15 @@ def experts(
     Determinism: bitwise repeatable. Each row independent of T and of the other rows on a GPU; on
     CPU the backend's ``notes`` say what holds.
     """
-    _check_types(x, routing, weights, activation)
+    _check_kinds(
+        x=(x, Tensor),
+        routing=(routing, Routing),
+        weights=(weights, ExpertWeights),
+        activation=(activation, Activation),
+    )
     x, weights = _autocast(x, weights)
     num_experts = weights.down.shape[0] if routing.num_experts is None else routing.num_experts
+    require_int("expert_start", expert_start)
     _check(x, routing, weights, activation, num_valid_tokens)
     if not 0 <= expert_start <= num_experts - weights.down.shape[0]:
         rule = f"keep expert_start + E within N = {num_experts}, with E = {weights.down.shape[0]}"
@@ -105,8 +113,9 @@ def grouped_experts(
 
     Args:
         rows: ``(R, H)``, sorted by expert.
-        offsets: ``(E + 1,)`` int32 or int64, from 0, monotone; rows from ``offsets[E]`` on belong
-            to no expert: they are not read and their output and gradient rows are 0.
+        offsets: ``(E + 1,)`` int32 or int64, from 0, monotone, at most R (checked on CPU in eager
+            code); rows from ``offsets[E]`` on belong to no expert: they are not read and their
+            output and gradient rows are 0.
         weights: Parameters of the E experts.
         activation: See ``experts``.
         row_probs: ``(R,)`` probability of each row; None means 1.
@@ -124,19 +133,19 @@ def grouped_experts(
 
     Determinism: see ``experts``.
     """
-    num_local = weights.down.shape[0]
+    _check_kinds(rows=(rows, Tensor), offsets=(offsets, Tensor), weights=(weights, ExpertWeights))
     if rows.dim() != 2:
         raise ValueError(must("rows", "have shape (R, H)", tuple(rows.shape)))
-    if tuple(offsets.shape) != (num_local + 1,):
-        rule = f"have shape (E + 1,) = ({num_local + 1},)"
-        raise ValueError(must("offsets", rule, tuple(offsets.shape)))
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(must("offsets", "be int32 or int64", offsets.dtype))
+    _check_offsets(offsets, rows, weights.down.shape[0])
     if row_probs is None:
         row_probs = torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
-    elif tuple(row_probs.shape) != (rows.shape[0],):
+    _check_kinds(row_probs=(row_probs, Tensor))
+    if tuple(row_probs.shape) != (rows.shape[0],):
         rule = f"have shape ({rows.shape[0]},)"
         raise ValueError(must("row_probs", rule, tuple(row_probs.shape)))
+    if row_probs.device != rows.device:
+        rule = f"be on the device of rows ({rows.device})"
+        raise ValueError(must("row_probs", rule, row_probs.device))
     indices = torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype)
     ids = torch.searchsorted(offsets[1:].contiguous(), indices, right=True)
     return experts(
@@ -150,21 +159,32 @@ def grouped_experts(
     )
 
 
-def _check_types(x: object, routing: object, weights: object, activation: object) -> None:
-    expected = {
-        "x": (x, Tensor),
-        "routing": (routing, Routing),
-        "weights": (weights, ExpertWeights),
-        "activation": (activation, Activation),
-    }
+def _check_kinds(**expected: tuple[object, type]) -> None:
     for name, (value, kind) in expected.items():
         if not isinstance(value, kind):
             raise TypeError(must(name, f"be a {kind.__name__}", type(value).__name__))
 
 
+def _check_offsets(offsets: Tensor, rows: Tensor, num_local: int) -> None:
+    if tuple(offsets.shape) != (num_local + 1,):
+        rule = f"have shape (E + 1,) = ({num_local + 1},)"
+        raise ValueError(must("offsets", rule, tuple(offsets.shape)))
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(must("offsets", "be int32 or int64", offsets.dtype))
+    if offsets.device != rows.device:
+        rule = f"be on the device of rows ({rows.device})"
+        raise ValueError(must("offsets", rule, offsets.device))
+    # Elsewhere their values cannot be known without waiting for the device.
+    if offsets.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    bounds = offsets.tolist()
+    if bounds[0] != 0 or bounds[-1] > rows.shape[0] or bounds != sorted(bounds):
+        raise ValueError(must("offsets", f"ascend from 0 to at most R = {rows.shape[0]}", bounds))
+
+
 def _autocast(x: Tensor, weights: ExpertWeights) -> tuple[Tensor, ExpertWeights]:
     dtype = autocast_dtype(x.device)
-    if dtype is None or x.dtype == torch.float64:
+    if dtype is None or x.dtype not in _NARROWED or weights.down.dtype not in _NARROWED:
         return x, weights
     return x.to(dtype), weights.map(lambda tensor: tensor.to(dtype))
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samebits.errors import must
+from samebits.errors import must, require_int
 from samebits.rule import RoutingRule as RoutingRule
 from samebits.rule import TopkProbs
 
@@ -55,6 +55,8 @@ class Routing:
         if self.topk_probs.device != self.topk_ids.device:
             rule = f"be on the device of topk_ids ({self.topk_ids.device})"
             raise ValueError(must("topk_probs", rule, self.topk_probs.device))
+        if self.num_experts is not None:
+            require_int("num_experts", self.num_experts)
 
     @staticmethod
     def from_logits(

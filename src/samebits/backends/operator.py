@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from samebits.activation import Activation
 from samebits.backends import choose
@@ -148,7 +149,7 @@ def _check_ids(call: Call, num_experts: int) -> None:
     if ids.device.type != "cpu" or ids.numel() == 0:
         return
     if call.num_valid_tokens is not None:
-        ids = ids[: int(call.num_valid_tokens)]
+        ids = ids[: max(0, int(call.num_valid_tokens))]
     low, high = (int(v) for v in ids.aminmax()) if ids.numel() else (0, 0)
     if low < -1 or high > num_experts:
         rule = f"be in [0, N) with N = {num_experts}, or -1 or N for a dropped slot"
@@ -258,11 +259,21 @@ def run(call: Call, options: Options, num_experts: int, expert_start: int) -> Te
     Returns:
         ``(T, H)``.
 
+    Raises:
+        UnsupportedError: A derivative is asked for that is not the plain reverse one.
+
     Determinism: the chosen backend's.
     """
     arguments = (*call, options.text, num_experts, expert_start)
-    tensors = (getattr(call, name) for name in DIFFERENTIABLE)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    tensors = [t for name in DIFFERENTIABLE if (t := getattr(call, name)) is not None]
+    eager = not torch.compiler.is_compiling()
+    if eager and any(unpack_dual(t).tangent is not None for t in tensors):
+        raise UnsupportedError("a layer has no forward-mode derivatives; hint: torch.autograd.grad")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        if eager and torch._C._are_functorch_transforms_active():
+            raise UnsupportedError(
+                "a layer has no gradients under torch.func transforms; hint: torch.autograd.grad"
+            )
         out: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
         return out
     out, _ = torch.ops.samebits.experts_forward(*arguments, False)

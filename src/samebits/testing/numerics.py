@@ -71,6 +71,7 @@ def judge(
         return Judgement(
             passed=True, measured=0.0, allowed=0.0, worst_row=0.0, worst_allowed=0.0, row=0
         )
+    value, plain, exact = value.detach(), plain.detach(), exact.detach()
     slack = (64 if dtype == torch.float64 else 2) * unit_roundoff(dtype)
     if per_expert:
         value, plain, exact = (t.flatten(1) for t in (value, plain, exact))
@@ -87,6 +88,7 @@ def judge(
 
 def relative_error(value: Tensor, exact: Tensor) -> float:
     """Return the normwise error ``‖value − exact‖ / ‖exact‖``; 0 where both are 0."""
+    value, exact = value.detach(), exact.detach()
     difference = (value.double() - exact.double()).norm()
     norm = exact.double().norm()
     return float(difference / norm) if norm > 0 else float(difference)

@@ -77,12 +77,14 @@ def plan(
     """Return the scenarios: every option alone, then pairs; and pairs left out, with the reason.
 
     Args:
-        options: Numbers with at least two values each, the ones likeliest to change first.
+        options: Numbers with at least two values each.
         gradients: Which of False (no gradient) and True can be run.
         shapes: 1 or 2.
 
     Determinism: pure function of its arguments.
     """
+    # Floats are what goes stale; the budget may not reach the rest.
+    options = sorted(options, key=lambda option: not isinstance(option.values[0], float))
     pairs = list(itertools.combinations(options, 2))
     groups: list[tuple[Option, ...]] = [(option,) for option in options]
     groups += pairs[:_MOST_PAIRS]

@@ -89,9 +89,8 @@ def _look(function: Callable[..., Any], factory: Factory, folder: Path) -> dict[
     again = effect(result, eager(call, wanted))
     rounding = max(_rounding(result), 4 * again)
     if again > 1e-3:
-        raise TargetError(
-            f"the eager function isn't deterministic: two calls from one seed differ by {again:.0e}"
-        )
+        reason = f"two calls from one seed differ by {again:.0e}"
+        raise TargetError(f"the eager function is not deterministic: {reason}")
     torch.save(plain, folder / "eager.pt")
     other, no_second_shape = attempt(lambda: eager(second(call, factory), None))
     return {

@@ -1,0 +1,100 @@
+"""What is known before anything is compiled: values that matter, and targets that cannot be used."""
+
+import programs
+import pytest
+import torch
+
+from samebits.checks.compile.job import Job
+from samebits.checks.compile.survey import guarded, survey
+from samebits.checks.compile.target import Target, guess_inputs, load
+from samebits.checks.compile.values import candidates
+
+pytestmark = pytest.mark.reference
+
+
+def surveyed(tmp_path, name, inputs=None):
+    job = Job(
+        kind="survey", target=Target(name, inputs), folder=str(tmp_path), output=str(tmp_path / "o")
+    )
+    return guarded(lambda: survey(job))
+
+
+def by_path(found):
+    return {number["path"]: number for number in found["numbers"]}
+
+
+def test_values_that_change_the_result_are_found(tmp_path):
+    found = surveyed(tmp_path, "programs:clamped_swiglu")
+
+    assert by_path(found)["limit"]["values"] == [0.75, 0.375, 1.5, 0.5625]
+    assert (found["wanted"], found["shapes"], found["compiled"]) == ("all", 2, False)
+    assert found["remembers"] == []
+
+
+def test_a_number_without_effect_is_not_judged(tmp_path):
+    found = surveyed(tmp_path, "programs:with_options", "programs:with_objects")
+
+    numbers = by_path(found)
+
+    assert len(numbers["options.limit"]["values"]) == 4
+    assert numbers["options.rows"]["note"] == (
+        "no other value changes the eager result of these inputs"
+    )
+
+
+def test_a_launcher_that_remembers_is_found_without_compiling(tmp_path):
+    found = surveyed(tmp_path, "programs:forgetful_launch", "programs:tensor_and_int")
+
+    assert [(r["path"], r["effect"] > 0.01) for r in found["remembers"]] == [("step", True)]
+
+
+def test_a_launcher_that_remembers_nothing_is_not(tmp_path):
+    found = surveyed(tmp_path, "programs:careful_launch", "programs:tensor_and_int")
+
+    assert found["remembers"] == []
+    assert by_path(found)["step"]["values"] == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "message"),
+    [
+        ("programs", None, "TARGET must look like package.module:function, got 'programs'"),
+        ("no_such_module:f", None, "module 'no_such_module' does not import"),
+        ("programs:nothing", None, "has no attribute 'nothing'"),
+        ("programs:SCALE", None, "TARGET must name a callable, got float"),
+        ("programs:clamped_swiglu", "programs:failing_inputs", "raises KeyError: 'no such data'"),
+        ("programs:clamped_swiglu", "programs:Options", "must return (args, kwargs)"),
+        ("programs:random_eager", "programs:two_floats", "is not deterministic"),
+        ("programs:clamped_swiglu", "programs:one_tensor", "the eager function raises TypeError"),
+    ],
+)
+def test_bad_input_gets_a_clear_error(tmp_path, name, inputs, message):
+    assert message in surveyed(tmp_path, name, inputs)["error"]
+
+
+def test_inputs_are_guessed_from_annotations():
+    def target(x, scale: float, rows: int = 5, *, mask: torch.Tensor, on: bool): ...
+
+    args, kwargs = guess_inputs(target)
+
+    assert (tuple(args[0].shape), args[1:]) == ((4, 8), (0.75,))
+    assert (tuple(kwargs["mask"].shape), kwargs["on"]) == ((4, 8), False)
+
+
+def test_make_inputs_beside_the_target_is_taken():
+    function, factory = load(Target("planted:right"))
+
+    assert callable(function)
+    assert factory()[0][1] == 0.5
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, 1.0, 2.0, -3.0, 1e-6])
+def test_no_candidate_is_zero_or_one(value):
+    found = list(candidates(value))
+
+    assert len(found) >= 6
+    assert not {0.0, 1.0, value} & set(found)
+
+
+def test_objects_of_a_module_are_targets():
+    assert load(Target("programs:closure", "programs:one_tensor"))[0] is programs.closure

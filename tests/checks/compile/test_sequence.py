@@ -1,5 +1,7 @@
 """The order of calls, and what is planned for which numbers."""
 
+from itertools import pairwise
+
 import pytest
 
 from samebits.checks.compile.job import Job, StepRecord
@@ -44,7 +46,7 @@ def test_a_bool_alternates():
 def test_in_pairs_each_number_changes_while_the_other_stays():
     steps = Scenario("s", (LIMIT, Option("eps", (1, 2, 3, 4))), False, None, 1).steps("fresh")
 
-    moves = [(a.values, b.values) for a, b in zip(steps, steps[1:], strict=False)]
+    moves = [(a.values, b.values) for a, b in pairwise(steps)]
 
     assert any(a["limit"] != b["limit"] and a["eps"] == b["eps"] for a, b in moves)
     assert any(a["eps"] != b["eps"] for a, b in moves)

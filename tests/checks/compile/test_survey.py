@@ -1,4 +1,4 @@
-"""What is known before anything is compiled: values that matter, and targets that cannot be used."""
+"""What is known before anything is compiled: values that matter, targets that cannot be used."""
 
 import programs
 import pytest

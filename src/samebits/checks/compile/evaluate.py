@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from samebits.checks.compile.compare import named_tensors
 from samebits.checks.compile.discover import Call, original
 from samebits.checks.compile.target import SEED
+from samebits.checks.result import FOREIGN_ERRORS
 
 # Of which argument tensors a gradient is taken: all that are float, or those that ask for one.
 Wanted = Literal["all", "declared"]
@@ -22,7 +23,7 @@ def attempt(action: Callable[[], Any]) -> tuple[Any, str]:
     """Return ``(result, "")``, or ``(None, reason)`` where anyone's code refuses."""
     try:
         return action(), ""
-    except Exception as error:  # noqa: BLE001 code of anyone's may raise anything
+    except FOREIGN_ERRORS as error:
         lines = str(error).strip().splitlines() or [""]
         return None, f"{type(error).__name__}: {lines[0]}"
 

@@ -29,6 +29,7 @@ from samebits.checks.compile.target import (
     make,
 )
 from samebits.checks.compile.values import WANTED, Number, candidates
+from samebits.checks.result import FOREIGN_ERRORS
 
 Tensors = dict[str, torch.Tensor]
 
@@ -215,5 +216,5 @@ def guarded(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return action()
     except TargetError as error:
         return {"error": str(error)}
-    except Exception:  # noqa: BLE001 code of anyone's may raise anything
+    except FOREIGN_ERRORS:
         return {"error": traceback.format_exc(limit=-3).strip()}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from samebits.checks.compile.transport import unpack
+from samebits.checks.result import FOREIGN_ERRORS
 from samebits.errors import must
 
 Inputs = tuple[Sequence[Any], dict[str, Any]]
@@ -83,7 +84,7 @@ def _import(name: str, argument: str) -> ModuleType:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except FOREIGN_ERRORS as error:
         reason = f"{type(error).__name__}: {error}"
         raise TargetError(f"{argument}: module {name!r} does not import: {reason}") from error
 
@@ -103,7 +104,7 @@ def make(factory: Factory, *, second_shape: bool = False) -> Inputs:
         made = factory(second_shape=True) if second_shape else factory()
     except TargetError:
         raise
-    except Exception as error:
+    except FOREIGN_ERRORS as error:
         reason = f"{type(error).__name__}: {error}"
         raise TargetError(f"the factory of inputs raises {reason}") from error
     if not (

@@ -11,10 +11,11 @@ from torch import Tensor
 from samebits.errors import UnsupportedError
 from samebits.experts import experts, grouped_experts
 from samebits.problem import DTYPES, ProbPlacement
-from samebits.routing import Routing
+from samebits.routing import Routing, RoutingRule
 from samebits.testing.cases import CASES
 from samebits.testing.inputs import Inputs, judge_all, make_inputs, run
 from samebits.testing.numerics import assert_bitwise_equal, judge, relative_error
+from samebits.weights import Layout, split_gate_up
 
 pytestmark = pytest.mark.reference
 
@@ -158,6 +159,44 @@ def test_inputs_changed_before_the_backward_are_noticed(inputs: Inputs, name: st
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_parts_of_weights_have_their_types(inputs: Inputs) -> None:
+    weights = inputs.weights
+    with pytest.raises(TypeError, match="layout must be a Layout"):
+        replace(weights, layout="halves")  # type: ignore[arg-type]
+    scale = weights.down.new_ones(weights.down.shape[1])
+    with pytest.raises(TypeError, match="norm must be a PostExpertNorm"):
+        replace(weights, norm=1e-6, norm_scale=scale)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown orientation"):
+        weights.to_storage("out-in")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["halves=", "halves=,up_first", "interleave=1,", "interleave=01"])
+def test_a_layout_key_has_one_spelling(key: str) -> None:
+    with pytest.raises(ValueError, match="layout key must look like"):
+        Layout.parse(key)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5])
+def test_an_odd_size_has_no_gate_and_up(size: int) -> None:
+    with pytest.raises(ValueError, match="z must have 2F entries"):
+        split_gate_up(torch.zeros(3, size), Layout())
+
+
+def test_a_routing_is_made_of_tensors_of_one_device() -> None:
+    logits, rule = torch.zeros(3, 4), RoutingRule(topk=2)
+    bias = torch.zeros(4, device="meta")
+    ids = torch.zeros(3, 2, dtype=torch.int64, device="meta")
+
+    with pytest.raises(ValueError, match="selection_bias must be on the device of logits"):
+        Routing.from_logits(logits, rule, selection_bias=bias)
+    with pytest.raises(ValueError, match="topk_ids must be on the device of logits"):
+        Routing.from_logits(logits, rule, topk_ids=ids)
+    with pytest.raises(TypeError, match="logits must be a float tensor"):
+        Routing.from_logits(logits.long(), rule)
+    with pytest.raises(TypeError, match="rule must be a RoutingRule"):
+        Routing.from_logits(logits, None)  # type: ignore[arg-type]
 
 
 def test_values_with_a_graph_can_be_judged() -> None:

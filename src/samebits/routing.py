@@ -92,24 +92,39 @@ class Routing:
         Determinism: bitwise repeatable; each row independent of T and of the other rows; the same
         bits in compiled code.
         """
+        if not isinstance(rule, RoutingRule):
+            raise TypeError(must("rule", "be a RoutingRule", type(rule).__name__))
+        if not logits.dtype.is_floating_point:
+            raise TypeError(must("logits", "be a float tensor", logits.dtype))
         if logits.dim() != 2:
             raise ValueError(must("logits", "have shape (T, N)", tuple(logits.shape)))
         rule.check(logits.shape[1])
         if topk_ids is None:
-            if selection_bias is not None and selection_bias.shape != logits.shape[1:]:
-                size = f"have shape ({logits.shape[1]},)"
-                raise ValueError(must("selection_bias", size, tuple(selection_bias.shape)))
+            if selection_bias is not None:
+                _check_selection_bias(selection_bias, logits)
             topk_ids = torch.ops.samebits.choose_experts(logits, selection_bias, rule.key)
         elif selection_bias is not None:
             raise ValueError(must("selection_bias", "be None with topk_ids", "a tensor"))
         elif tuple(topk_ids.shape) != (logits.shape[0], rule.topk):
             shape = f"have shape (T, K) = ({logits.shape[0]}, {rule.topk})"
             raise ValueError(must("topk_ids", shape, tuple(topk_ids.shape)))
+        elif topk_ids.device != logits.device:
+            place = f"be on the device of logits ({logits.device})"
+            raise ValueError(must("topk_ids", place, topk_ids.device))
         if torch.is_grad_enabled() and logits.requires_grad:
             topk_probs: Tensor = TopkProbs.apply(logits, topk_ids, rule.key)  # type: ignore[no-untyped-call]
         else:
             topk_probs = torch.ops.samebits.topk_probs_forward(logits, topk_ids, rule.key)
         return Routing(topk_ids, topk_probs, logits.shape[1])
+
+
+def _check_selection_bias(selection_bias: Tensor, logits: Tensor) -> None:
+    if selection_bias.shape != logits.shape[1:]:
+        size = f"have shape ({logits.shape[1]},)"
+        raise ValueError(must("selection_bias", size, tuple(selection_bias.shape)))
+    if selection_bias.device != logits.device:
+        place = f"be on the device of logits ({logits.device})"
+        raise ValueError(must("selection_bias", place, selection_bias.device))
 
 
 class Permutation(NamedTuple):

@@ -10,6 +10,7 @@ F = 4 they hold, from row 0 on::
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from samebits.errors import must
+from samebits.errors import must, unknown
 
 Orientation = Literal["out_in", "in_out"]
 
@@ -64,17 +65,18 @@ class Layout:
 
 @lru_cache(maxsize=256)
 def _parse_layout(key: str) -> Layout:
-    blocks, _, up_first = key.partition(",")
-    name, _, size = blocks.partition("=")
-    blocks_known = name == "halves" if not size else name == "interleave" and size.isdecimal()
-    if up_first not in ("", "up_first") or not blocks_known:
+    match = re.fullmatch(r"(?:halves|interleave=([1-9][0-9]*))(,up_first)?", key)
+    if match is None:
         raise ValueError(must("layout key", "look like halves or interleave=1,up_first", repr(key)))
-    return Layout(interleave=int(size) if name == "interleave" else None, up_first=bool(up_first))
+    size, up_first = match.groups()
+    return Layout(interleave=None if size is None else int(size), up_first=up_first is not None)
 
 
 def split_gate_up(z: Tensor, layout: Layout, dim: int = -1) -> tuple[Tensor, Tensor]:
     """Return the gate and up parts of ``z`` along ``dim`` (2F entries); views if strides allow."""
     dim = dim % z.dim()
+    if z.shape[dim] < 2 or z.shape[dim] % 2:
+        raise ValueError(must("z", f"have 2F entries along dimension {dim}", tuple(z.shape)))
     columns = z.shape[dim] // 2
     block = layout.block(columns)
     pairs = z.unflatten(dim, (columns // block, 2, block))
@@ -146,6 +148,10 @@ class ExpertWeights:
             optional = name not in ("gate_up", "down")
             if not (isinstance(value, Tensor) or (value is None and optional)):
                 raise TypeError(must(name, "be a tensor", type(value).__name__))
+        if not isinstance(self.layout, Layout):
+            raise TypeError(must("layout", "be a Layout", repr(self.layout)))
+        if not isinstance(self.norm, PostExpertNorm | None):
+            raise TypeError(must("norm", "be a PostExpertNorm", repr(self.norm)))
         self._check_matrices()
         if (self.norm is None) != (self.norm_scale is None):
             raise ValueError(must("norm and norm_scale", "be given together", "one of them"))
@@ -227,9 +233,7 @@ class ExpertWeights:
         """
         if orientation is None:
             orientation = _orientation(gate_up, down)
-        if orientation not in ("out_in", "in_out"):
-            rule = "be 'out_in', 'in_out' or None"
-            raise ValueError(must("orientation", rule, repr(orientation)))
+        _check_orientation(orientation)
         if orientation == "in_out":
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
         return ExpertWeights(
@@ -254,6 +258,7 @@ class ExpertWeights:
 
     def to_storage(self, orientation: Orientation) -> "ExpertWeights":
         """Return weights whose matrices are contiguous in ``orientation``; values unchanged."""
+        _check_orientation(orientation)
         if orientation == "out_in":
             return replace(self, gate_up=self.gate_up.contiguous(), down=self.down.contiguous())
         gate_up, down = (
@@ -270,6 +275,11 @@ class ExpertWeights:
     def named_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are present, by field name, in a fixed order."""
         return {n: t for n in _PARAMETERS if (t := getattr(self, n)) is not None}
+
+
+def _check_orientation(orientation: str) -> None:
+    if orientation not in ("out_in", "in_out"):
+        raise ValueError(unknown("orientation", orientation, ("out_in", "in_out")))
 
 
 def _orientation(gate_up: Tensor, down: Tensor) -> Orientation:

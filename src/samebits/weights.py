@@ -144,8 +144,7 @@ class ExpertWeights:
 
     def __post_init__(self) -> None:
         for name in _PARAMETERS:
-            value = getattr(self, name)
-            optional = name not in ("gate_up", "down")
+            value, optional = getattr(self, name), name not in ("gate_up", "down")
             if not (isinstance(value, Tensor) or (value is None and optional)):
                 raise TypeError(must(name, "be a tensor", type(value).__name__))
         if not isinstance(self.layout, Layout):

@@ -1,14 +1,18 @@
 """Whole audits, in processes of their own: of planted compilers, of two programs by inductor."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from samebits import cli
-from samebits.checks.compile import TargetError, audit_compile, report
+from samebits.checks.compile import TargetError, audit_compile, process, report
 from samebits.checks.compile.audit import audit
+from samebits.checks.compile.job import OUT_OF_BUDGET, Job
+from samebits.checks.compile.process import Deadline
 from samebits.checks.compile.self_test import judge
+from samebits.checks.compile.sequence import Option, Scenario
 from samebits.checks.compile.target import Target
 
 pytestmark = pytest.mark.reference
@@ -18,10 +22,6 @@ KNOWN_BAD = "samebits.checks.compile.known_bad"
 
 def verdicts(found):
     return {result.case: result.verdict for result in report.results(found)}
-
-
-def notes(found):
-    return " ".join(result.note for result in report.results(found))
 
 
 def test_a_planted_fault_is_found_and_shown(capsys):
@@ -44,32 +44,48 @@ def test_a_right_compiler_passes_everything():
     assert found.reproducer is None
 
 
+def run(folder, name, budget=None):
+    """Return what the fresh process of one sequence says."""
+    scenario = Scenario("sequence", (Option("limit", (0.5, 0.25, 0.75, 2.0)),), False, None, 1)
+    job = Job(
+        kind="run",
+        target=Target(f"planted:{name}"),
+        folder=str(folder),
+        output=str(folder / name),
+        scenarios=(scenario, replace(scenario, name="next")),
+        compiled=True,
+    )
+    return process.run(job, Deadline(budget))
+
+
+def test_after_a_process_that_died_another_goes_on(tmp_path):
+    answer = run(tmp_path, "dies")
+
+    assert set(answer.unfinished) == {"sequence", "next"}
+    assert "the process ended with code 7" in answer.unfinished["next"]
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [
-        ("dies", "the process ended with code 7"),
-        ("raises", "this compiler cannot"),
-        ("nothing_to_compile", "nothing was compiled"),
-    ],
+    [("raises", "this compiler cannot"), ("nothing_to_compile", "nothing was compiled")],
 )
-def test_what_could_not_be_compiled_is_not_run(name, reason):
-    found = audit(Target(f"planted:{name}"))
+def test_what_was_not_compiled_says_why(tmp_path, name, reason):
+    answer = run(tmp_path, name)
 
-    assert set(verdicts(found).values()) == {"not_run"}
-    assert reason in notes(found)
-
-
-def test_the_budget_ends_an_audit_that_hangs(capsys):
-    code = cli.main(["check", "compile", "planted:hangs", "--budget", "25"])
-
-    assert code == 3
-    assert "the budget ran out" in capsys.readouterr().out
+    assert [reason in step.error for step in answer.steps] == [True, True]
 
 
-def test_a_fault_from_the_first_call_on_is_told_apart():
-    found = audit(Target("planted:wrong_at_once"), stop_at_first=True, remedies=False)
+def test_the_budget_ends_a_compiler_that_hangs(tmp_path):
+    answer = run(tmp_path, "hangs", budget=15)
 
-    assert "not a stale number" in notes(found)
+    assert answer.unfinished == dict.fromkeys(("sequence", "next"), OUT_OF_BUDGET)
+
+
+def test_a_fault_from_the_first_call_on_is_told_apart(tmp_path):
+    answer = run(tmp_path, "wrong_at_once")
+
+    assert [step.wrong for step in answer.steps[:5]] == [True, False, False, False, False]
+    assert answer.steps[0].actual == 1.5 * answer.steps[0].expected
 
 
 def test_a_launcher_that_remembers_fails():

@@ -15,6 +15,9 @@ from samebits.checks.result import FOREIGN_ERRORS
 Wanted = Literal["all", "declared"]
 
 
+_LONGEST_REASON = 200
+
+
 class NotDifferentiableError(TypeError):
     """No output depends on a tensor by a gradient."""
 
@@ -24,8 +27,9 @@ def attempt(action: Callable[[], Any]) -> tuple[Any, str]:
     try:
         return action(), ""
     except FOREIGN_ERRORS as error:
-        lines = str(error).strip().splitlines() or [""]
-        return None, f"{type(error).__name__}: {lines[0]}"
+        # Dynamo's first line says only that something was raised.
+        said = " ".join(str(error).split())
+        return None, f"{type(error).__name__}: {said[:_LONGEST_REASON]}"
 
 
 def evaluate(

@@ -122,6 +122,11 @@ def _fill(function: types.FunctionType, state: dict[str, Any]) -> None:
 
 def _reduce_cell(cell: types.CellType) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     try:
-        return types.CellType, (cell.cell_contents,)
+        return _cell, (cell.cell_contents,)
     except ValueError:  # empty
-        return types.CellType, ()
+        return _cell, ()
+
+
+def _cell(*contents: Any) -> types.CellType:
+    # Pickle finds the function by its name, not the type.
+    return types.CellType(*contents)

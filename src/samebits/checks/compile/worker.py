@@ -189,7 +189,7 @@ def _judge(
     if first:
         tensor = own.get(judged.tensor)
         limit = _GROSS * allowed_for(tensor.dtype) if tensor is not None else 0.0
-        record.allowed = max(limit, judged.allowed) if tensor is not None else 0.0
+        record.allowed = limit
         record.wrong = judged.distance > record.allowed
     if record.wrong and judged.tensor in own and judged.tensor in result:
         a, e = result[judged.tensor].double(), own[judged.tensor].double()

@@ -37,7 +37,7 @@ def test_a_planted_fault_is_found_and_shown(capsys):
 
 
 def test_a_right_compiler_passes_everything():
-    found = audit(Target("planted:right"))
+    found = audit(Target("planted_compilers:right"))
 
     assert len(verdicts(found)) == 4
     assert set(verdicts(found).values()) == {"pass"}
@@ -49,7 +49,7 @@ def run(folder, name, budget=None):
     scenario = Scenario("sequence", (Option("limit", (0.5, 0.25, 0.75, 2.0)),), False, None, 1)
     job = Job(
         kind="run",
-        target=Target(f"planted:{name}"),
+        target=Target(f"planted_compilers:{name}"),
         folder=str(folder),
         output=str(folder / name),
         scenarios=(scenario, replace(scenario, name="next")),
@@ -123,10 +123,10 @@ def test_what_cannot_travel_is_refused():
     "arguments",
     [
         [],
-        ["--self-test", "planted:right"],
+        ["--self-test", "planted_compilers:right"],
         ["no_such_module:f"],
-        ["planted:right", "--number", "nothing"],
-        ["planted:right", "--budget", "0"],
+        ["planted_compilers:right", "--number", "nothing"],
+        ["planted_compilers:right", "--budget", "0"],
     ],
 )
 def test_usage_errors_exit_with_2(arguments, capsys):

@@ -82,7 +82,7 @@ def test_inputs_are_guessed_from_annotations():
 
 
 def test_make_inputs_beside_the_target_is_taken():
-    function, factory = load(Target("planted:right"))
+    function, factory = load(Target("planted_compilers:right"))
 
     assert callable(function)
     assert factory()[0][1] == 0.5

@@ -6,26 +6,20 @@ bytes. With ``--record`` the table of this Triton version is written to ``cubins
 A process of its own, because kernels imported for the interpreter cannot be compiled.
 """
 
-import json
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+import cubins
 from samebits.activation import Activation
 from samebits.ops.activation import kernel
 from samebits.ops.activation.tiles import TileOptions
 from samebits.ops.activation.tuning import backward_heuristic, forward_heuristic
 from samebits.weights import Layout
 
-TARGETS = (80, 86, 89, 90, 100, 120)
-RECORD = Path(__file__).with_suffix(".json")
 _SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _ROWS = 1 << 16
 
@@ -132,36 +126,5 @@ def build(case: Case, sm: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
-def measure(case: Case, sm: int) -> list[int]:
-    """Return ``[registers, stack, shared, vector]`` of the cubin of ``case`` for ``sm``."""
-    compiled = build(case, sm)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [str(tool), "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found is not None, text
-    ptx = compiled.asm["ptx"]
-    accesses = re.findall(r"(?:ld|st)\.global(?:\.[a-z0-9_:]+)*?(\.v\d)?\.b(\d+)", ptx)
-    widths = [int(many[2:] or 1) * int(bits) // 8 for many, bits in accesses]
-    registers, stack = (int(group) for group in found.groups())
-    return [registers, stack, compiled.metadata.shared, max(widths)]
-
-
-def main(arguments: list[str]) -> None:
-    names = [name for name in arguments if not name.startswith("--")] or list(CASES)
-    table = {name: {f"sm_{sm}": measure(CASES[name], sm) for sm in TARGETS} for name in names}
-    if "--record" in arguments:
-        known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-        known[triton.__version__] = table
-        text = json.dumps(known, indent=1, sort_keys=True)
-        # One line per cubin.
-        text = re.sub(r"\[\s+([^\]]+?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
-        RECORD.write_text(text + "\n")
-    sys.stdout.write(json.dumps(table) + "\n")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    cubins.main(__file__, CASES, build, sys.argv[1:])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from samebits.backends.call import Call
 from samebits.problem import DTYPES, Problem, ProbPlacement
-from samebits.weights import ExpertWeights, PostExpertNorm
+from samebits.weights import ExpertWeights
 
 NAME = "fused"
 
@@ -67,8 +67,6 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
         gate_up_bias=call.gate_up_bias,
         down_bias=call.down_bias,
         layout=problem.layout,
-        norm=None if problem.norm_eps is None else PostExpertNorm(eps=problem.norm_eps),
-        norm_scale=call.norm_scale,
     )
     probs = call.topk_probs.contiguous()
     placed = {p: probs if p == problem.placement else None for p in ProbPlacement}

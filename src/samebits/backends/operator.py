@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
+from samebits import env
 from samebits.activation import Activation
 from samebits.backends import choose
 from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
@@ -99,12 +100,8 @@ def _problem(
     )
 
 
-@lru_cache(maxsize=64)
-def _device_name(device: torch.device) -> str:
-    if device.type != "cuda":
-        return device.type
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+# A query of the hardware, asked once for each device.
+_device_name = lru_cache(maxsize=64)(env.architecture)
 
 
 def problem_of(

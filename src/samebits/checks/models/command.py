@@ -14,7 +14,7 @@ from samebits.checks.models.finding import Finding
 from samebits.checks.models.language import judge_language
 from samebits.checks.models.outcome import THE_CLASS
 from samebits.checks.models.protocol import Found, LanguageBuilder, ModelProvider
-from samebits.checks.result import FAILED, NOTHING_RUN, PASSED, USAGE
+from samebits.checks.result import FAILED, NOTHING_RUN, PASSED, USAGE, tracked
 from samebits.errors import UnsupportedError, must, unknown
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -160,10 +160,10 @@ def listing(plan: Plan) -> str:
 def judge(plan: Plan, provider: ModelProvider) -> Iterator[Finding]:
     """Yield every finding of the plan, with the provider's versions."""
     versions = dict(provider.versions)
-    for found in report.tracked(plan.found, "experts classes"):
+    for found in tracked(plan.found, "experts classes"):
         for finding in judge_found(found, provider, plan.implementations, _DTYPES):
             yield replace(finding, versions=versions)
-    for builder in report.tracked(plan.languages, "language models"):
+    for builder in tracked(plan.languages, "language models"):
         for finding in judge_language(builder, provider, plan.implementations, _DTYPES):
             yield replace(finding, versions=versions)
 

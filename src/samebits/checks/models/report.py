@@ -1,15 +1,12 @@
-"""Show findings to people: progress, a table, the failures, and a paste-ready report."""
+"""Show findings to people: a table, the failures, and a paste-ready report."""
 
 import math
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from importlib.util import find_spec
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from samebits.checks.models.finding import Finding, worst
 from samebits.checks.result import VERDICTS, Verdict, plain_table
 
-_ITEM = TypeVar("_ITEM")
 # Cases whose failure needs no further word in the table.
 _WHOLE = ("default", "oracle", "language_model")
 _ABOUT_ERRORS = (
@@ -175,14 +172,3 @@ def issue_text(findings: Sequence[Finding]) -> str:
             _ABOUT_ARGUMENTS,
         ]
     return "\n".join(lines)
-
-
-def tracked(items: Sequence[_ITEM], what: str) -> Iterator[_ITEM]:
-    """Yield ``items``, behind a progress bar where stderr is a terminal and rich is installed."""
-    if find_spec("rich") is None or not sys.stderr.isatty():
-        yield from items
-        return
-    from rich.console import Console
-    from rich.progress import track
-
-    yield from track(items, description=what, console=Console(stderr=True), transient=True)

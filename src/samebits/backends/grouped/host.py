@@ -1,4 +1,4 @@
-"""Torch matrix products, one expert after the other, over rows sorted by expert; the CPU default.
+"""The stages on CPU: torch matrix products, one expert after the other, rows sorted by expert.
 
 Forward and backward are written out, so that nothing but ``z`` is kept between them and no options
 live in a graph. Each expert's rows pass through all stages while they are in cache.
@@ -16,25 +16,6 @@ from samebits.backends.call import DIFFERENTIABLE, Call, Gradients, accumulate_d
 from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.routing import Permutation
 from samebits.weights import merge_gate_up, split_gate_up
-
-NAME = "grouped"
-
-
-def why_not(problem: Problem) -> str | None:
-    """Return why this backend cannot run ``problem``, or None.
-
-    Determinism: pure function of the problem.
-    """
-    if problem.device != "cpu":
-        return f"it has no kernels for {problem.device} yet, only for cpu"
-    if problem.norm_eps is not None and problem.grad:
-        return "it has no gradient of the post-expert norm"
-    return None
-
-
-def notes(problem: Problem) -> str | None:
-    """Return what is not promised here: bits may depend on T through torch's matrix products."""
-    return "row independence is not promised: torch chooses its matrix product by the row count"
 
 
 class _Rows:

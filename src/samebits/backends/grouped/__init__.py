@@ -1,0 +1,48 @@
+"""One matrix product for each expert over rows sorted by expert: the default on CPU.
+
+The stages are separate calls (permute, product, activation, product, combine), so this is also the
+path for rows that arrive sorted, and the check on the fused backend.
+"""
+
+from torch import Tensor
+
+from samebits.backends.call import Call, Gradients
+from samebits.backends.grouped import host
+from samebits.problem import Problem
+
+NAME = "grouped"
+
+
+def why_not(problem: Problem) -> str | None:
+    """Return why this backend cannot run ``problem``, or None.
+
+    Determinism: pure function of the problem.
+    """
+    if problem.device != "cpu":
+        return f"it has no kernels for {problem.device} yet, only for cpu"
+    if problem.norm_eps is not None and problem.grad:
+        return "it has no gradient of the post-expert norm"
+    return None
+
+
+def notes(problem: Problem) -> str | None:
+    """Return what is not promised here: bits may depend on T through torch's matrix products."""
+    return "row independence is not promised: torch chooses its matrix product by the row count"
+
+
+def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor]:
+    """Return ``(out, z)``; see ``samebits.experts``. ``z`` is (R, 2F or F) by row, if ``save``.
+
+    Determinism: repeatable; rounding points and combine order of the contract.
+    """
+    return host.forward(problem, call, save=save)
+
+
+def backward(
+    problem: Problem, call: Call, z: Tensor, dout: Tensor, wanted: tuple[bool, ...]
+) -> Gradients:
+    """Return the wanted gradients from ``z``; recomputes h.
+
+    Determinism: repeatable; rows ascend in every sum over rows.
+    """
+    return host.backward(problem, call, z, dout, wanted)

@@ -128,7 +128,13 @@ class Case:
     def second(self, which, config, h):
         _, slots, _ = self.sets[which]
         return launch_second_projection(
-            h[which], slots, self.tiles(which, config.block_r), self.weights, None, config
+            h[which],
+            slots,
+            self.tiles(which, config.block_r),
+            self.weights.down,
+            None,
+            None,
+            config,
         )
 
 
@@ -236,7 +242,7 @@ def compile_share(index, count):
                 gather=True,
                 save=False,
             )
-            launch_second_projection(h, slots, table, small, None, config)
+            launch_second_projection(h, slots, table, small.down, None, None, config)
         except triton.runtime.errors.OutOfResources:
             continue
 

@@ -149,7 +149,9 @@ def test_every_entry_of_the_table_has_the_same_bits(dtype: str, orientation: str
                     inputs.x, slots, table, weights, problem.activation, None, first,
                     topk=problem.K, gather=True, save=True,
                 )  # fmt: skip
-                y = launch_second_projection(h, slots, table, weights, None, second)
+                y = launch_second_projection(
+                    h, slots, table, weights.down, weights.down_bias, None, second
+                )
                 results.append((h, z, y, (first, second)))
 
         for h, z, y, configs in results[1:]:

@@ -56,7 +56,7 @@ def test_projections_equal_the_reference(name: str, orientation: str, config: Co
         inputs.x, slots, table, weights, problem.activation, probs, config,
         topk=problem.K, gather=True, save=True,
     )  # fmt: skip
-    y = launch_second_projection(h, slots, table, weights, probs, config)
+    y = launch_second_projection(h, slots, table, weights.down, weights.down_bias, probs, config)
 
     assert z is not None
     wide = inputs.map(torch.Tensor.double)
@@ -84,7 +84,12 @@ def test_a_bias_of_any_strides_is_read_by_its_strides() -> None:
             topk=problem.K, gather=True, save=False,
         )  # fmt: skip
         results.append(
-            (h, launch_second_projection(h, slots, table, weights, None, CONFIGS["rows"]))
+            (
+                h,
+                launch_second_projection(
+                    h, slots, table, weights.down, weights.down_bias, None, CONFIGS["rows"]
+                ),
+            )
         )
 
     for value, expected in zip(*results, strict=True):

@@ -90,7 +90,8 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
         h,
         metadata.slots,
         metadata.tiles,
-        weights,
+        call.down,
+        call.down_bias,
         placed[ProbPlacement.FC2_INPUT],
         second,
     )

@@ -13,132 +13,17 @@ split: every tile shape, operand order (``SWAP``: weights as the first operand, 
 load path gives the same bits. Rows past a tile's end are loaded from row 0 and never stored.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from samebits.activation import Activation
+from samebits.ops._triton.operand import row_operand, weight_operand
+from samebits.ops._triton.product import contract, stored_columns, tile_of_position, weight_tile
 from samebits.ops.activation.tiles import TileOptions, act_tile, glu_tile
 from samebits.ops.indirect_gemm.tuning import Config
 from samebits.ops.permute.tuning import Tiles
 from samebits.weights import ExpertWeights
-
-
-@triton.jit
-def _tile(position, tiles, column_blocks, GROUP: tl.constexpr):
-    """Return (row tile, column block): ``GROUP`` row tiles share each column block in turn."""
-    per_group = GROUP * column_blocks
-    first = (position // per_group) * GROUP
-    size = tl.minimum(tiles - first, GROUP)
-    inside = position % per_group
-    return first + inside % size, inside // size
-
-
-@triton.jit
-def _stored(column, span, PAIRED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return for each of ``BLOCK_N`` tile columns the place to bound and the row of the matrix.
-
-    Paired tiles hold BLOCK_N / 2 columns of each part from ``column`` on: the parts alternate in
-    blocks of ``span`` rows (``span`` = F for halves).
-    """
-    n = tl.arange(0, BLOCK_N)
-    if PAIRED:
-        place = column + n % (BLOCK_N // 2)
-        rows = (place // span) * (2 * span) + place % span + (n // (BLOCK_N // 2)) * span
-        return place, rows
-    else:
-        return column + n, column + n
-
-
-@triton.jit
-def _described_tile(
-    w, expert, column, k,
-    PAIRED: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """``_weight_tile`` through a tensor descriptor, by what its box covers."""
-    if TRANSPOSED:
-        box = w.load([expert, k, 0, column]) if PAIRED else w.load([expert, k, column])
-        return box.reshape(BLOCK_K, BLOCK_N).T
-    else:
-        box = w.load([expert, 0, column, k]) if PAIRED else w.load([expert, column, k])
-        return box.reshape(BLOCK_N, BLOCK_K)
-
-
-@triton.jit
-def _pointed_tile(
-    w, stride_we, stride_wn, stride_wk, expert, column, k, N, K, span,
-    PAIRED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """``_weight_tile`` through pointers: any strides, any alignment, any layout."""
-    place, rows = _stored(column, span, PAIRED, BLOCK_N)
-    ks = k + tl.arange(0, BLOCK_K)
-    ptrs = w + expert.to(tl.int64) * stride_we + rows[:, None].to(tl.int64) * stride_wn
-    return tl.load(
-        ptrs + ks[None, :].to(tl.int64) * stride_wk,
-        mask=(place < N)[:, None] & (ks < K)[None, :],
-        other=0.0,
-    )
-
-
-@triton.jit
-def _weight_tile(
-    w, stride_we, stride_wn, stride_wk, expert, column, k, N, K, span,
-    PAIRED: tl.constexpr, TMA: tl.constexpr, TRANSPOSED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Load ``[BLOCK_N, BLOCK_K]`` of one expert's matrix; ``N`` and ``K`` bound it."""
-    if TMA:
-        return _described_tile(w, expert, column, k, PAIRED, TRANSPOSED, BLOCK_N, BLOCK_K)
-    else:
-        return _pointed_tile(
-            w,
-            stride_we,
-            stride_wn,
-            stride_wk,
-            expert,
-            column,
-            k,
-            N,
-            K,
-            span,
-            PAIRED,
-            BLOCK_N,
-            BLOCK_K,
-        )
-
-
-@triton.jit
-def _contract(
-    a_ptrs, w, stride_we, stride_wn, stride_wk, expert, column, N, K, span,
-    PAIRED: tl.constexpr, TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr,
-    K_TAIL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Return ``[BLOCK_R, BLOCK_N]`` fp32 sums over K ascending; ``a_ptrs`` is ``[BLOCK_R, 1]``."""
-    ks = tl.arange(0, BLOCK_K)
-    if SWAP:
-        acc = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
-    else:
-        acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        w_tile = _weight_tile(
-            w, stride_we, stride_wn, stride_wk, expert, column, k, N, K, span,
-            PAIRED, TMA, TRANSPOSED, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        a_place = a_ptrs + (k + ks)[None, :]
-        if K_TAIL:
-            a = tl.load(a_place, mask=(k + ks < K)[None, :], other=0.0)
-        else:
-            a = tl.load(a_place)
-        if SWAP:
-            acc = tl.dot(w_tile, a.T, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(a, w_tile.T, acc, input_precision="ieee")
-    if SWAP:
-        acc = acc.T
-    return acc
 
 
 @triton.jit
@@ -180,7 +65,7 @@ def _first_projection_kernel(
     bound = F if PAIRED else PARTS * F
     span = INTERLEAVE if INTERLEAVE else F
     for position in range(tl.program_id(0), tiles * column_blocks, tl.num_programs(0)):
-        tile, block = _tile(position, tiles, column_blocks, GROUP)
+        tile, block = tile_of_position(position, tiles, column_blocks, GROUP)
         expert = tl.load(tile_expert_ptr + tile)
         rows = tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_R)
         live = rows < tl.load(tile_end_ptr + tile)
@@ -188,12 +73,12 @@ def _first_projection_kernel(
         source = slots // topk if GATHER else tl.where(live, rows, 0)
         a_ptrs = x_ptr + (source.to(tl.int64) * stride_xt)[:, None]
 
-        acc = _contract(
+        acc = contract(
             a_ptrs, w, stride_we, stride_wn, stride_wk, expert, block * STEP, bound, H, span,
             PAIRED, TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
-        place, columns = _stored(block * STEP, span, PAIRED, BLOCK_N)
+        place, columns = stored_columns(block * STEP, span, PAIRED, BLOCK_N)
         inside = place < bound
         if bias_ptr is not None:
             bias = tl.load(
@@ -227,14 +112,14 @@ def _second_projection_kernel(
     y_ptr,
     slots_ptr, tile_expert_ptr, tile_row_ptr, tile_end_ptr, tiles_ptr,
     F, H,
-    H_TMA: tl.constexpr, BY_SLOT: tl.constexpr,
+    H_TMA: tl.constexpr,
     TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr, K_TAIL: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.load(tiles_ptr)
     column_blocks = tl.cdiv(H, BLOCK_N)
     for position in range(tl.program_id(0), tiles * column_blocks, tl.num_programs(0)):
-        tile, block = _tile(position, tiles, column_blocks, GROUP)
+        tile, block = tile_of_position(position, tiles, column_blocks, GROUP)
         expert = tl.load(tile_expert_ptr + tile)
         first_row = tl.load(tile_row_ptr + tile)
         rows = first_row + tl.arange(0, BLOCK_R)
@@ -243,14 +128,14 @@ def _second_projection_kernel(
         if H_TMA:
             acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
             for k in range(0, F, BLOCK_K):
-                w_tile = _weight_tile(
+                w_tile = weight_tile(
                     w, stride_we, stride_wn, stride_wk, expert, block * BLOCK_N, k, H, F, H,
                     False, TMA, TRANSPOSED, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 acc = tl.dot(h_ptr.load([first_row, k]), w_tile.T, acc, input_precision="ieee")
         else:
             source = tl.where(live, rows, 0).to(tl.int64)
-            acc = _contract(
+            acc = contract(
                 h_ptr + (source * F)[:, None], w, stride_we, stride_wn, stride_wk,
                 expert, block * BLOCK_N, H, F, H,
                 False, TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
@@ -258,55 +143,16 @@ def _second_projection_kernel(
 
         columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = columns < H
-        slots = rows
-        if BY_SLOT or probs_ptr is not None:
-            slots = tl.load(slots_ptr + rows, mask=live, other=0)
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert.to(tl.int64) * H + columns, mask=inside, other=0.0)
             bias = bias.to(tl.float32)[None, :]
             if probs_ptr is not None:
-                bias = (
-                    bias * tl.load(probs_ptr + slots, mask=live, other=0.0).to(tl.float32)[:, None]
-                )
+                slots = tl.load(slots_ptr + rows, mask=live, other=0)
+                p = tl.load(probs_ptr + slots, mask=live, other=0.0).to(tl.float32)
+                bias = bias * p[:, None]
             acc = acc + bias
-        place = slots if BY_SLOT else rows
-        y_ptrs = y_ptr + (place.to(tl.int64) * H)[:, None] + columns[None, :]
+        y_ptrs = y_ptr + (rows.to(tl.int64) * H)[:, None] + columns[None, :]
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
-
-
-def _descriptor(w: Tensor, paired: bool, columns: int, config: Config) -> TensorDescriptor | None:
-    """Return a descriptor of the (E, N, K) matrices, or None where the hardware's rules forbid it.
-
-    Base address and strides must be multiples of 16 bytes. ``paired``: boxes hold ``block_n / 2``
-    rows of each half of ``2 * columns`` rows.
-    """
-    experts, rows, contraction = w.shape
-    stride_e, stride_n, stride_k = w.stride()
-    block_n, block_k = config.block_n, config.block_k
-    unit = 16 // w.element_size()
-    if stride_k == 1:
-        shape, strides, box = [rows, contraction], [stride_n, 1], [block_n, block_k]
-        if paired:
-            shape, strides = [2, columns, contraction], [columns * stride_n, stride_n, 1]
-            box = [2, block_n // 2, block_k]
-    elif stride_n == 1:
-        shape, strides, box = [contraction, rows], [stride_k, 1], [block_k, block_n]
-        if paired:
-            shape, strides = [contraction, 2, columns], [stride_k, columns, 1]
-            box = [block_k, 2, block_n // 2]
-    else:
-        return None
-    if w.data_ptr() % 16 or stride_e % unit or any(s % unit for s in strides[:-1]):
-        return None
-    return TensorDescriptor(w, [experts, *shape], [stride_e, *strides], [1, *box])
-
-
-def _weights(w: Tensor, paired: bool, halves: bool, config: Config) -> tuple[Any, bool]:
-    """Return what the kernel loads weights from, and whether it is a descriptor."""
-    descriptor = None
-    if config.tma and (halves or not paired):
-        descriptor = _descriptor(w, paired, w.shape[1] // 2, config)
-    return (w, False) if descriptor is None else (descriptor, True)
 
 
 def launch_first_projection(
@@ -336,9 +182,11 @@ def launch_first_projection(
     interleave = layout.interleave or 0
     block_f = config.block_n // activation.columns
     paired = activation.gated and (interleave == 0 or block_f % interleave != 0)
-    source, tma = _weights(w, paired, activation.gated and interleave == 0, config)
+    halves = paired and interleave == 0
+    described = config.tma and (halves or not paired)
+    box = (config.block_n, config.block_k) if described else None
+    source, strides, tma = weight_operand(w, box, halves=halves)
     tile = TileOptions.of(activation)
-    strides = (0, 0, 0) if tma else w.stride()
     _first_projection_kernel[_grid(tiles, columns, block_f, config)](
         x, x.stride(0), source, *strides, bias, probs,
         h, z,
@@ -356,38 +204,45 @@ def launch_second_projection(
     h: Tensor,
     slots: Tensor,
     tiles: Tiles,
-    weights: ExpertWeights,
+    w: Tensor,
+    bias: Tensor | None,
     probs: Tensor | None,
     config: Config,
     *,
-    by_slot: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return ``y``, ``(R, H)`` by row (by slot where ``by_slot``); unwritten where there is no tile.
+    """Return ``y`` by row; rows of no tile stay unwritten. Other rows and matrices are welcome.
+
+    Args:
+        h: ``(R, K)`` rows, contiguous.
+        slots: ``(R,)`` int32 slot of each row; read with ``probs`` only.
+        tiles: Tiles of ``config.block_r`` rows.
+        w: ``(E, N, K)``, any strides: ``down``, or ``gate_up`` seen transposed for gradients.
+        bias: ``(E, N)``.
+        probs: Factor of the bias, by slot.
+        config: Tile.
+        out: ``(R, N)`` to write to, contiguous.
 
     Determinism: one accumulator per element, contraction ascending; the same bits for every config.
     """
-    w = weights.down
-    bias = None if weights.down_bias is None else weights.down_bias.contiguous()
-    rows, columns = h.shape
-    hidden = w.shape[1]
-    y = h.new_empty(rows, hidden)
+    bias = None if bias is None else bias.contiguous()
+    rows, contraction = h.shape
+    columns = w.shape[1]
+    y = h.new_empty(rows, columns) if out is None else out
     if rows == 0:
         return y
-    source, tma = _weights(w, False, False, config)
-    operand: Any = h
-    h_tma = tma and not config.swap and columns % (16 // h.element_size()) == 0
-    if h_tma:
-        operand = TensorDescriptor(
-            h, [rows, columns], [columns, 1], [config.block_r, config.block_k]
-        )
-    strides = (0, 0, 0) if tma else w.stride()
-    _second_projection_kernel[_grid(tiles, hidden, config.block_n, config)](
+    box = (config.block_n, config.block_k) if config.tma else None
+    source, strides, tma = weight_operand(w, box)
+    wide = tma and not config.swap
+    operand, h_tma = row_operand(h, (config.block_r, config.block_k) if wide else None)
+    _second_projection_kernel[_grid(tiles, columns, config.block_n, config)](
         operand, source, *strides, bias, probs,
         y,
         slots, tiles.expert, tiles.row, tiles.end, tiles.count,
-        columns, hidden,
-        H_TMA=h_tma, BY_SLOT=by_slot,
-        TMA=tma, TRANSPOSED=w.stride(2) != 1, SWAP=config.swap, K_TAIL=columns % config.block_k != 0,
+        contraction, columns,
+        H_TMA=h_tma,
+        TMA=tma, TRANSPOSED=w.stride(2) != 1, SWAP=config.swap,
+        K_TAIL=contraction % config.block_k != 0,
         GROUP=config.group, BLOCK_R=config.block_r, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
     )  # fmt: skip

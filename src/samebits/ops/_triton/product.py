@@ -116,3 +116,20 @@ def contract(
     if SWAP:
         acc = acc.T
     return acc
+
+
+@triton.jit
+def contract_described(
+    rows, first_row, w, stride_we, stride_wn, stride_wk, expert, column, N, K,
+    TMA: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``contract`` of neighbouring rows behind a descriptor, from ``first_row`` on."""
+    acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        w_tile = weight_tile(
+            w, stride_we, stride_wn, stride_wk, expert, column, k, N, K, N,
+            False, TMA, TRANSPOSED, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        acc = tl.dot(rows.load([first_row, k]), w_tile.T, acc, input_precision="ieee")
+    return acc

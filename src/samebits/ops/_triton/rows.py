@@ -44,6 +44,15 @@ def sum_of_64_columns(product, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr):
 
 
 @triton.jit
+def add_neighbours(values, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Return ``[BLOCK_R, 1]`` sums of up to 64 columns, in the order of ``sum_of_64_columns``."""
+    if BLOCK_F == 1:
+        return values
+    else:
+        return add_neighbours(_add_pairs(values, BLOCK_R, BLOCK_F // 2), BLOCK_R, BLOCK_F // 2)
+
+
+@triton.jit
 def _add_pairs(values, BLOCK_R: tl.constexpr, PAIRS: tl.constexpr):
     even, odd = tl.split(tl.reshape(values, [BLOCK_R, PAIRS, 2]))
     return even + odd

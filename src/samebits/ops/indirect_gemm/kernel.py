@@ -19,7 +19,12 @@ from torch import Tensor
 
 from samebits.activation import Activation
 from samebits.ops._triton.operand import row_operand, weight_operand
-from samebits.ops._triton.product import contract, stored_columns, tile_of_position, weight_tile
+from samebits.ops._triton.product import (
+    contract,
+    contract_described,
+    stored_columns,
+    tile_of_position,
+)
 from samebits.ops.activation.tiles import TileOptions, act_tile, glu_tile
 from samebits.ops.indirect_gemm.tuning import Config
 from samebits.ops.permute.tuning import Tiles
@@ -126,13 +131,10 @@ def _second_projection_kernel(
         live = rows < tl.load(tile_end_ptr + tile)
 
         if H_TMA:
-            acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-            for k in range(0, F, BLOCK_K):
-                w_tile = weight_tile(
-                    w, stride_we, stride_wn, stride_wk, expert, block * BLOCK_N, k, H, F, H,
-                    False, TMA, TRANSPOSED, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-                acc = tl.dot(h_ptr.load([first_row, k]), w_tile.T, acc, input_precision="ieee")
+            acc = contract_described(
+                h_ptr, first_row, w, stride_we, stride_wn, stride_wk, expert, block * BLOCK_N, H, F,
+                TMA, TRANSPOSED, BLOCK_R, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
         else:
             source = tl.where(live, rows, 0).to(tl.int64)
             acc = contract(
@@ -208,8 +210,6 @@ def launch_second_projection(
     bias: Tensor | None,
     probs: Tensor | None,
     config: Config,
-    *,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Return ``y`` by row; rows of no tile stay unwritten. Other rows and matrices are welcome.
 
@@ -221,14 +221,13 @@ def launch_second_projection(
         bias: ``(E, N)``.
         probs: Factor of the bias, by slot.
         config: Tile.
-        out: ``(R, N)`` to write to, contiguous.
 
     Determinism: one accumulator per element, contraction ascending; the same bits for every config.
     """
     bias = None if bias is None else bias.contiguous()
     rows, contraction = h.shape
     columns = w.shape[1]
-    y = h.new_empty(rows, columns) if out is None else out
+    y = h.new_empty(rows, columns)
     if rows == 0:
         return y
     box = (config.block_n, config.block_k) if config.tma else None

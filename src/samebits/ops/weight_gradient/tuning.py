@@ -1,0 +1,40 @@
+"""Tile shapes of weight gradients; all that an architecture uses compute the same bits."""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Tile of one program."""
+
+    # Tile of the gradient.
+    block_m: int
+    block_n: int
+    # Rows per step.
+    block_k: int
+    num_warps: int
+    num_stages: int
+    # Row blocks of a matrix that share a column block in turn.
+    group: int = 8
+    # Read through tensor descriptors where alignment allows.
+    tma: bool = True
+    # Programs of a persistent grid, at most.
+    programs: int = 132
+
+    def for_fp32(self) -> "Config":
+        """Return a tile that fp32 operands fit: IEEE products have no matrix unit."""
+        return replace(self, block_m=64, block_n=64, block_k=32, num_stages=2, num_warps=4)
+
+
+# See ``samebits.ops.indirect_gemm.tuning.UNMEASURED``.
+UNMEASURED = Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=3, tma=False)
+
+
+def heuristic(rows: int, experts: int, device: str) -> Config:
+    """Return the tile for ``rows`` slots over ``experts`` experts.
+
+    Determinism: pure function of its arguments; no choice changes bits.
+    """
+    if device != "sm_90":
+        return UNMEASURED
+    return Config(block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3, programs=264)

@@ -1,0 +1,104 @@
+"""The fused backend's launches in the interpreter: output and every gradient within the budget."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from samebits.backends import BACKENDS
+from samebits.backends.call import DIFFERENTIABLE, Call
+from samebits.problem import Problem, ProbPlacement
+from samebits.testing.cases import CASES
+from samebits.testing.inputs import Inputs, judge_all, make_inputs
+from samebits.testing.numerics import assert_bitwise_equal
+
+pytestmark = [
+    pytest.mark.interpret,
+    # Rows past the last expert's hold whatever memory held; they are multiplied, never stored.
+    pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),
+]
+
+FUSED = BACKENDS["fused"]
+CASES_OF_PLACEMENT = {
+    "gpt-oss-whole": ProbPlacement.FC2_OUTPUT,
+    "interleave-16": ProbPlacement.FC1_INPUT,
+    "biases": ProbPlacement.FC2_INPUT,
+    "odd-sizes": ProbPlacement.FC2_INPUT,
+    "tiny-sizes": ProbPlacement.FC1_INPUT,
+    "local-experts": ProbPlacement.FC2_OUTPUT,
+    "counted": ProbPlacement.FC1_INPUT,
+    "relu2": ProbPlacement.FC2_OUTPUT,
+}
+
+
+def _call(inputs: Inputs) -> Call:
+    w, r = inputs.weights, inputs.routing
+    return Call(
+        inputs.x, r.topk_ids, r.topk_probs, w.gate_up, w.down,
+        w.gate_up_bias, w.down_bias, w.norm_scale, inputs.num_valid_tokens,
+    )  # fmt: skip
+
+
+def _results(problem: Problem, inputs: Inputs, wanted: frozenset[str]) -> dict[str, Tensor]:
+    call = _call(inputs)
+    out, z = FUSED.forward(problem, call, save=True)
+    asked = tuple(name in wanted for name in DIFFERENTIABLE)
+    grads = FUSED.backward(problem, call, z, inputs.dout, asked)._asdict()
+    return {"out": out} | {f"d_{n}": g for n, g in grads.items() if g is not None}
+
+
+def _wanted(inputs: Inputs) -> frozenset[str]:
+    return frozenset({"x", "topk_probs"} | inputs.weights.named_tensors().keys())
+
+
+@pytest.mark.parametrize(("name", "placement"), CASES_OF_PLACEMENT.items())
+def test_every_gradient_is_within_the_budget(name: str, placement: ProbPlacement) -> None:
+    problem = replace(CASES[name], placement=placement, grad=True)
+    inputs = make_inputs(problem, 11, distribution="dropped", valid_tokens=9)
+
+    judgements = judge_all(problem, inputs, _results(problem, inputs, _wanted(inputs)))
+
+    assert all(j.passed for j in judgements.values()), {
+        name: str(j) for name, j in judgements.items() if not j.passed
+    }
+
+
+def test_a_gradient_that_is_not_wanted_is_not_computed_and_changes_no_other() -> None:
+    problem = replace(CASES["gpt-oss-whole"], H=24, F=20, E=3, grad=True)
+    inputs = make_inputs(problem, 5)
+    whole = _results(problem, inputs, _wanted(inputs))
+
+    for wanted in ({"x"}, {"topk_probs"}, {"gate_up"}, {"down", "gate_up_bias"}, {"down_bias"}):
+        some = _results(problem, inputs, frozenset(wanted))
+
+        assert some.keys() == {"out"} | {f"d_{name}" for name in wanted}
+        for name, value in some.items():
+            assert_bitwise_equal(value, whole[name], name)
+
+
+def test_transposed_parameters_get_gradients_in_their_storage() -> None:
+    problem = replace(CASES["interleave-1"], H=24, F=20, E=3, grad=True)
+    inputs = make_inputs(problem, 5)
+    stored = replace(inputs, weights=inputs.weights.to_storage("in_out"))
+
+    expected = _results(problem, inputs, _wanted(inputs))
+    results = _results(problem, stored, _wanted(inputs))
+
+    for name, tensor in stored.weights.named_tensors().items():
+        assert results[f"d_{name}"].stride() == tensor.stride()
+    for name, value in results.items():
+        assert_bitwise_equal(value, expected[name], name)
+
+
+def test_an_expert_without_rows_and_no_token_at_all_give_exact_zeros() -> None:
+    problem = replace(CASES["biases"], H=24, F=20, E=5, K=1, grad=True)
+    for tokens in (0, 2):
+        inputs = make_inputs(problem, tokens)
+        results = _results(problem, inputs, _wanted(inputs))
+        idle = sorted(set(range(5)) - set(inputs.routing.topk_ids.flatten().tolist()))
+        assert idle
+
+        for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+            grad = results[f"d_{name}"][idle]
+            assert_bitwise_equal(grad, torch.zeros_like(grad), name)

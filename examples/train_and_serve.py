@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from samebits.arguments import at_least_one
 from samebits.backends import BACKENDS
 from samebits.checks.result import plain_table, tracked
 from samebits.demo import language_model as lm
@@ -21,7 +22,7 @@ from samebits.demo import language_model as lm
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=at_least_one, default=400)
     parser.add_argument("--plot", type=Path, default=Path("train_and_serve.png"))
     arguments = parser.parse_args()
     torch.manual_seed(0)

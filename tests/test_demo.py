@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from samebits import demo
+from samebits import cli, demo
 from samebits.demo import language_model as lm
 
 pytestmark = pytest.mark.reference
@@ -35,6 +35,12 @@ def test_a_missing_compiler_is_not_run(capsys: pytest.CaptureFixture[str]) -> No
 
     assert good
     assert "not_run: no C++ compiler" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("steps", ["-3", "0", "1.5", "many"])
+def test_steps_are_counted_from_one(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--steps", steps]) == 2
+    assert f"the number must be an int >= 1, got '{steps}'" in capsys.readouterr().err
 
 
 def test_served_part_fails_where_bits_differ() -> None:

@@ -80,6 +80,24 @@ def test_one_problem_one_text(first: Problem, second: Problem) -> None:
         ({"dtype": "int8"}, "unknown dtype 'int8'; expected one of 'bf16', 'fp16', 'fp32', 'fp64'"),
         ({"dtype": "bf16", "out_dtype": "fp16"}, "out_dtype must be bf16 or fp32, got fp16"),
         ({"layout": Layout(interleave=3)}, "interleave must divide F = 8"),
+        ({"dtype": None}, "dtype must be a str, got None"),
+        ({"probs": None}, "probs must be a str, got None"),
+        ({"dtype": ["fp32"]}, "dtype must be a str, got ['fp32']"),
+        ({"H": 4.0}, "H must be an int, got 4.0"),
+        ({"K": True}, "K must be an int, got True"),
+        ({"E": "4"}, "E must be an int, got '4'"),
+        ({"activation": "silu"}, "activation must be an Activation, got str"),
+        ({"placement": "fc1_input"}, "placement must be a ProbPlacement, got str"),
+        ({"layout": "halves"}, "layout must be a Layout, got str"),
+        ({"norm_eps": 0.0}, "norm_eps must be finite and > 0, got 0.0"),
+        ({"norm_eps": "1e-5"}, "norm_eps must be a plain Python number, got '1e-5'"),
+        ({"grad": 1}, "grad must be a bool, got 1"),
+        ({"counted": None}, "counted must be a bool, got None"),
+        ({"device": "zzz"}, "such as 'sm_90', or a device type of torch, got 'zzz'"),
+        ({"device": "cuda"}, "such as 'sm_90', or a device type of torch, got 'cuda'"),
+        ({"device": "sm_9x"}, "such as 'sm_90', or a device type of torch, got 'sm_9x'"),
+        ({"device": "cpu:0"}, "such as 'sm_90', or a device type of torch, got 'cpu:0'"),
+        ({"device": []}, "device must be a str, got list"),
         (
             {"N": 5, "expert_start": 2},
             "expert_start must keep expert_start + E = 2 + 4 within N = 5, got 2",
@@ -87,13 +105,34 @@ def test_one_problem_one_text(first: Problem, second: Problem) -> None:
     ],
 )
 def test_a_problem_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         Problem(**({"H": 4, "F": 8, "E": 4, "K": 2, "dtype": "fp32"} | options))
 
 
-def test_text_with_an_unknown_field_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown problem field 'T'"):
-        Problem.parse("T=512 H=4")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("T=512 H=4", "unknown problem field 'T'"),
+        ("H=4 F=8 E=4 K=x dtype=fp32", "K must be an int, got 'x'"),
+        ("H=4 F=8 E=4 K=2 dtype=fp32 H=5", "H must be given once, got twice"),
+        ("H=4 F=8 E=4 K=2 dtype=fp32 grad=yes", "grad must be True or False, got 'yes'"),
+        ("H=4 F=8 E=4 K=2 dtype=fp32 norm_eps=tiny", "norm_eps must be a number, got 'tiny'"),
+        ("H=4 F=8 E=4 K=2 dtype=fp32 placement=input", "unknown placement 'input'"),
+        ("H=4 F=8 E=4", "the problem must state K, dtype, got 'H=4 F=8 E=4'"),
+        ("", "the problem must state H, F, E, K, dtype, got ''"),
+    ],
+)
+def test_text_that_spells_no_problem_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Problem.parse(text)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sm_80", "sm_100", "mps", "xpu", "meta"])
+def test_any_device_of_torch_may_be_asked_about(device: str) -> None:
+    problem = replace(CASES["swiglu"], device=device)
+
+    assert Problem.parse(str(problem)) == problem
+    assert explain(problem)["reference"] is None
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
@@ -180,7 +219,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         ValueError,
         "x must have the dtype of the weights (torch.float32), got",
     ),
-    (lambda _: {"activation": "silu"}, TypeError, "activation must be a Activation, got str"),
+    (lambda _: {"activation": "silu"}, TypeError, "activation must be an Activation, got str"),
     (
         lambda _: {"activation": Activation(kind="relu2", gated=False)},
         ValueError,
@@ -191,7 +230,17 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         ValueError,
         "unknown backend 'fussed'; expected one of 'auto'",
     ),
-    (lambda _: {"placement": "output"}, ValueError, "'output' is not a valid ProbPlacement"),
+    (
+        lambda _: {"placement": "output"},
+        ValueError,
+        "unknown placement 'output'; expected one of 'fc1_input', 'fc2_input', 'fc2_output'",
+    ),
+    (lambda _: {"placement": None}, TypeError, "placement must be a str, got None"),
+    (lambda _: {"backend": []}, TypeError, "backend must be a str, got []"),
+    (lambda _: {"routing": None}, TypeError, "routing must be a Routing, got NoneType"),
+    (lambda _: {"weights": {}}, TypeError, "weights must be an ExpertWeights, got dict"),
+    (lambda _: {"expert_start": 0.0}, TypeError, "expert_start must be an int, got 0.0"),
+    (lambda _: {"expert_start": False}, TypeError, "expert_start must be an int, got False"),
     (
         lambda _: {"expert_start": 1},
         ValueError,

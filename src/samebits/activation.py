@@ -13,17 +13,24 @@ A clamp's gradient is 1 inside **and at** the bound and 0 outside, by explicit m
 disagree at the bound and changed between versions. NaN passes every clamp.
 """
 
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samebits.errors import must, unknown
+from samebits.arguments import (
+    Reader,
+    read_bool,
+    read_options,
+    require_bool,
+    require_name,
+    require_number,
+)
+from samebits.errors import must
 from samebits.kinds import ACTIVATIONS as ACTIVATIONS
 
 LimitPosition = Literal["pre", "post"]
@@ -74,32 +81,20 @@ class Activation:
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in ACTIVATIONS:
-            raise ValueError(unknown("activation kind", self.kind, ACTIVATIONS))
-        if not isinstance(self.gated, bool):
-            raise TypeError(must("gated", "be a bool", repr(self.gated)))
-        if self.limit_position not in LIMIT_POSITIONS:
-            raise ValueError(unknown("limit_position", self.limit_position, LIMIT_POSITIONS))
+        require_name("activation kind", self.kind, ACTIVATIONS)
+        require_bool("gated", self.gated)
+        require_name("limit_position", self.limit_position, LIMIT_POSITIONS)
         for name in ("alpha", "limit", "gate_softcap", "up_softcap"):
-            self._canonical_float(name, positive=True)
-        self._canonical_float("linear_offset", positive=False)
+            self._canonical_float(name, above=0.0)
+        self._canonical_float("linear_offset", above=None)
         self._refuse_unused()
         object.__setattr__(self, "key", self._spell())
 
-    def _canonical_float(self, name: str, *, positive: bool) -> None:
+    def _canonical_float(self, name: str, *, above: float | None) -> None:
         value = getattr(self, name)
-        if value is None and _NEUTRAL[name] is None:
-            return
-        # A 0-d tensor would be read once and go stale: only plain numbers are taken.
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(must(name, "be a plain Python number", repr(value)))
-        number = float(value)
-        if not math.isfinite(number) or (positive and number <= 0):
-            rule = "be finite and > 0" if positive else "be finite"
+        if value is not None or _NEUTRAL[name] is not None:
             hint = " (None means no clamp)" if name == "limit" else ""
-            raise ValueError(must(name, rule + hint, repr(value)))
-        # -0.0 and 0.0 are one offset and must have one spelling.
-        object.__setattr__(self, name, number + 0.0)
+            object.__setattr__(self, name, require_number(name, value, above=above, hint=hint))
 
     def _refuse_unused(self) -> None:
         kind = ACTIVATIONS[self.kind]
@@ -150,17 +145,10 @@ def _parse(key: str) -> Activation:
     match = re.fullmatch(r"(\w+)(?:\(([^()]*)\))?", key)
     if match is None:
         raise ValueError(must("key", "look like kind(option=value,…)", repr(key)))
-    options: dict[str, Any] = {}
-    known = {f.name for f in fields(Activation)} - {"kind", "key"}
-    for item in filter(None, (match[2] or "").split(",")):
-        name, _, value = item.partition("=")
-        if name not in known:
-            raise ValueError(unknown("activation option", name, known))
-        if name == "gated":
-            options[name] = value == "True"
-        else:
-            options[name] = value if name == "limit_position" else float(value)
-    return Activation(kind=match[1], **options)
+    readers: dict[str, Reader] = dict.fromkeys(_NEUTRAL, float)
+    readers |= {"gated": read_bool, "limit_position": str}
+    items = filter(None, (match[2] or "").split(","))
+    return Activation(kind=match[1], **read_options("activation option", items, readers))
 
 
 def clamp_above(value: Tensor, limit: float) -> Tensor:

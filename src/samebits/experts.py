@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from samebits.activation import Activation
+from samebits.arguments import require_int, require_type
 from samebits.backends import check_name
 from samebits.backends.call import Call
 from samebits.backends.operator import Options, autocast_dtype, run
-from samebits.errors import must, require_int
+from samebits.errors import must
 from samebits.problem import DTYPE_NAMES, ProbPlacement
 from samebits.routing import Routing
 from samebits.weights import ExpertWeights
@@ -57,12 +58,10 @@ def experts(
     Determinism: bitwise repeatable. Each row independent of T and of the other rows on a GPU; on
     CPU the backend's ``notes`` say what holds.
     """
-    _check_kinds(
-        x=(x, Tensor),
-        routing=(routing, Routing),
-        weights=(weights, ExpertWeights),
-        activation=(activation, Activation),
-    )
+    require_type("x", x, Tensor)
+    require_type("routing", routing, Routing)
+    require_type("weights", weights, ExpertWeights)
+    require_type("activation", activation, Activation)
     x, weights = _autocast(x, weights)
     num_experts = weights.down.shape[0] if routing.num_experts is None else routing.num_experts
     require_int("expert_start", expert_start)
@@ -133,13 +132,15 @@ def grouped_experts(
 
     Determinism: see ``experts``.
     """
-    _check_kinds(rows=(rows, Tensor), offsets=(offsets, Tensor), weights=(weights, ExpertWeights))
+    require_type("rows", rows, Tensor)
+    require_type("offsets", offsets, Tensor)
+    require_type("weights", weights, ExpertWeights)
     if rows.dim() != 2:
         raise ValueError(must("rows", "have shape (R, H)", tuple(rows.shape)))
     _check_offsets(offsets, rows, weights.down.shape[0])
     if row_probs is None:
         row_probs = torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
-    _check_kinds(row_probs=(row_probs, Tensor))
+    require_type("row_probs", row_probs, Tensor)
     if tuple(row_probs.shape) != (rows.shape[0],):
         rule = f"have shape ({rows.shape[0]},)"
         raise ValueError(must("row_probs", rule, tuple(row_probs.shape)))
@@ -157,12 +158,6 @@ def grouped_experts(
         backend=backend,
         out_dtype=out_dtype,
     )
-
-
-def _check_kinds(**expected: tuple[object, type]) -> None:
-    for name, (value, kind) in expected.items():
-        if not isinstance(value, kind):
-            raise TypeError(must(name, f"be a {kind.__name__}", type(value).__name__))
 
 
 def _check_offsets(offsets: Tensor, rows: Tensor, num_local: int) -> None:
@@ -215,7 +210,7 @@ def _check(
         rule = f"have {size} rows for activation {activation.key}"
         raise ValueError(must("gate_up", rule, rows))
     if num_valid_tokens is not None:
-        _check_count(num_valid_tokens, x)
+        check_count(num_valid_tokens, x)
 
 
 def _check_routing(routing: Routing, x: Tensor) -> None:
@@ -232,7 +227,9 @@ def _check_routing(routing: Routing, x: Tensor) -> None:
         raise ValueError(must("topk_ids", f"be on the device of x ({x.device})", ids.device))
 
 
-def _check_count(num_valid_tokens: Tensor, x: Tensor) -> None:
+def check_count(num_valid_tokens: Tensor, x: Tensor) -> None:
+    """Raise unless ``num_valid_tokens`` is a ``(1,)`` int32 tensor on the device of ``x``."""
+    """Raise unless ``num_valid_tokens`` is a ``(1,)`` int32 tensor on the device of ``x``."""
     if not isinstance(num_valid_tokens, Tensor) or num_valid_tokens.dtype != torch.int32:
         actual = getattr(num_valid_tokens, "dtype", type(num_valid_tokens).__name__)
         raise TypeError(must("num_valid_tokens", "be an int32 tensor", actual))

@@ -1,14 +1,24 @@
 """One noun for a call: everything that decides what is computed and by which backend, except T."""
 
+import re
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from samebits.activation import Activation
-from samebits.errors import must, unknown
+from samebits.arguments import (
+    Reader,
+    read_bool,
+    read_options,
+    require_bool,
+    require_int,
+    require_name,
+    require_number,
+    require_type,
+)
+from samebits.errors import must
 from samebits.weights import Layout
 
 
@@ -28,6 +38,13 @@ class ProbPlacement(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        require_name("placement", value, [placement.value for placement in cls])
+
+
+# How the architecture of an NVIDIA GPU is spelled.
+_ARCHITECTURE = re.compile(r"sm_[1-9][0-9]+")
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bfloat16: "bf16",
@@ -81,13 +98,24 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("H", "F", "E", "K"):
-            size = getattr(self, name)
-            if size < 1:
-                raise ValueError(must(name, "be >= 1", size))
+            require_int(name, getattr(self, name), minimum=1)
+        if self.N is not None:
+            require_int("N", self.N)
+        require_int("expert_start", self.expert_start)
+        require_type("activation", self.activation, Activation)
+        require_type("placement", self.placement, ProbPlacement)
+        require_type("layout", self.layout, Layout)
         for name in ("dtype", "gate_up_bias", "down_bias", "probs", "out_dtype"):
             value = getattr(self, name)
-            if value is not None and value not in DTYPES:
-                raise ValueError(unknown(name, value, DTYPES))
+            if value is not None or name in ("dtype", "probs"):
+                require_name(name, value, DTYPES)
+        if self.norm_eps is not None:
+            eps = require_number("norm_eps", self.norm_eps, above=0.0)
+            object.__setattr__(self, "norm_eps", eps)
+        require_bool("counted", self.counted)
+        require_bool("grad", self.grad)
+        require_type("device", self.device, str)
+        _check_device(self.device)
         if self.out_dtype not in (None, self.dtype, "fp32"):
             raise ValueError(must("out_dtype", f"be {self.dtype} or fp32", self.out_dtype))
         if self.activation.gated:
@@ -117,23 +145,34 @@ class Problem:
         Raises:
             ValueError: ``text`` holds an unknown field or a value of the wrong form.
         """
-        readers: dict[str, Any] = dict.fromkeys(("H", "F", "E", "K", "N", "expert_start"), int)
+        readers: dict[str, Reader] = {f.name: str for f in fields(Problem)}
+        readers |= dict.fromkeys(("H", "F", "E", "K", "N", "expert_start"), int)
         readers |= {
             "activation": Activation.parse,
             "placement": ProbPlacement,
             "layout": Layout.parse,
             "norm_eps": float,
-            "counted": lambda value: value == "True",
-            "grad": lambda value: value == "True",
+            "counted": read_bool,
+            "grad": read_bool,
         }
-        known = [f.name for f in fields(Problem)]
-        values: dict[str, Any] = {}
-        for item in text.split():
-            name, _, value = item.partition("=")
-            if name not in known:
-                raise ValueError(unknown("problem field", name, known))
-            values[name] = readers.get(name, str)(value)
+        values = read_options("problem field", text.split(), readers)
+        missing = [name for name in ("H", "F", "E", "K", "dtype") if name not in values]
+        if missing:
+            raise ValueError(must("the problem", f"state {', '.join(missing)}", repr(text)))
         return Problem(**values)
+
+
+@lru_cache(maxsize=64)
+def _check_device(device: str) -> None:
+    if _ARCHITECTURE.fullmatch(device):
+        return
+    rule = "be 'cpu', the architecture of an NVIDIA GPU, such as 'sm_90', or a device type of torch"
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ValueError(must("device", rule, repr(device))) from None
+    if place.type == "cuda" or place.index is not None:
+        raise ValueError(must("device", rule, repr(device)))
 
 
 @lru_cache(maxsize=4096)

@@ -17,9 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samebits.errors import must, require_int
+from samebits.arguments import require_int, require_type
+from samebits.errors import must
 from samebits.rule import RoutingRule as RoutingRule
 from samebits.rule import TopkProbs
+
+_INDICES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +48,7 @@ class Routing:
                 raise TypeError(must(name, "be a tensor", type(value).__name__))
             if value.dim() != 2:
                 raise ValueError(must(name, "have shape (T, K)", tuple(value.shape)))
-        if self.topk_ids.dtype not in (torch.int32, torch.int64):
+        if self.topk_ids.dtype not in _INDICES:
             raise TypeError(must("topk_ids", "be int32 or int64", self.topk_ids.dtype))
         if not self.topk_probs.dtype.is_floating_point:
             raise TypeError(must("topk_probs", "be a float tensor", self.topk_probs.dtype))
@@ -56,7 +59,7 @@ class Routing:
             rule = f"be on the device of topk_ids ({self.topk_ids.device})"
             raise ValueError(must("topk_probs", rule, self.topk_probs.device))
         if self.num_experts is not None:
-            require_int("num_experts", self.num_experts)
+            require_int("num_experts", self.num_experts, minimum=1)
 
     @staticmethod
     def from_logits(
@@ -86,14 +89,15 @@ class Routing:
             order of descending choice score (or as given); differentiable in ``logits``.
 
         Raises:
+            TypeError: An argument has the wrong type or kind of dtype.
             ValueError: K exceeds what the rule leaves to choose from, shapes disagree, or a
                 selection bias is given for a choice that is made already.
 
         Determinism: bitwise repeatable; each row independent of T and of the other rows; the same
         bits in compiled code.
         """
-        if not isinstance(rule, RoutingRule):
-            raise TypeError(must("rule", "be a RoutingRule", type(rule).__name__))
+        require_type("rule", rule, RoutingRule)
+        require_type("logits", logits, Tensor)
         if not logits.dtype.is_floating_point:
             raise TypeError(must("logits", "be a float tensor", logits.dtype))
         if logits.dim() != 2:
@@ -105,12 +109,8 @@ class Routing:
             topk_ids = torch.ops.samebits.choose_experts(logits, selection_bias, rule.key)
         elif selection_bias is not None:
             raise ValueError(must("selection_bias", "be None with topk_ids", "a tensor"))
-        elif tuple(topk_ids.shape) != (logits.shape[0], rule.topk):
-            shape = f"have shape (T, K) = ({logits.shape[0]}, {rule.topk})"
-            raise ValueError(must("topk_ids", shape, tuple(topk_ids.shape)))
-        elif topk_ids.device != logits.device:
-            place = f"be on the device of logits ({logits.device})"
-            raise ValueError(must("topk_ids", place, topk_ids.device))
+        else:
+            _check_choice(topk_ids, logits, rule)
         if torch.is_grad_enabled() and logits.requires_grad:
             topk_probs: Tensor = TopkProbs.apply(logits, topk_ids, rule.key)  # type: ignore[no-untyped-call]
         else:
@@ -118,7 +118,22 @@ class Routing:
         return Routing(topk_ids, topk_probs, logits.shape[1])
 
 
+def _check_choice(topk_ids: Tensor, logits: Tensor, rule: RoutingRule) -> None:
+    require_type("topk_ids", topk_ids, Tensor)
+    if topk_ids.dtype not in _INDICES:
+        raise TypeError(must("topk_ids", "be int32 or int64", topk_ids.dtype))
+    if tuple(topk_ids.shape) != (logits.shape[0], rule.topk):
+        shape = f"have shape (T, K) = ({logits.shape[0]}, {rule.topk})"
+        raise ValueError(must("topk_ids", shape, tuple(topk_ids.shape)))
+    if topk_ids.device != logits.device:
+        place = f"be on the device of logits ({logits.device})"
+        raise ValueError(must("topk_ids", place, topk_ids.device))
+
+
 def _check_selection_bias(selection_bias: Tensor, logits: Tensor) -> None:
+    require_type("selection_bias", selection_bias, Tensor)
+    if not selection_bias.dtype.is_floating_point:
+        raise TypeError(must("selection_bias", "be a float tensor", selection_bias.dtype))
     if selection_bias.shape != logits.shape[1:]:
         size = f"have shape ({logits.shape[1]},)"
         raise ValueError(must("selection_bias", size, tuple(selection_bias.shape)))

@@ -11,7 +11,6 @@ alike in eager and compiled code, and a compiler's own exp or division has other
 Python float go stale in a graph.
 """
 
-import math
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Literal
@@ -19,7 +18,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from samebits.errors import must, unknown
+from samebits.arguments import (
+    Reader,
+    read_bool,
+    read_options,
+    require_bool,
+    require_int,
+    require_name,
+    require_number,
+)
+from samebits.errors import must
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 SCORES: tuple[Score, ...] = ("softmax", "sigmoid", "sqrt_softplus")
@@ -59,18 +67,17 @@ class RoutingRule:
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.score not in SCORES:
-            raise ValueError(unknown("score", self.score, SCORES))
+        require_name("score", self.score, SCORES)
         for name in ("topk", "groups", "topk_groups", "group_topk"):
-            _check_int(name, getattr(self, name))
+            require_int(name, getattr(self, name), minimum=1)
         for name in ("topk_first", "renormalize"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(must(name, "be a bool", repr(getattr(self, name))))
-        for name in ("softcap", "renormalize_eps", "scaling_factor"):
+            require_bool(name, getattr(self, name))
+        eps = require_number("renormalize_eps", self.renormalize_eps, least=0.0)
+        object.__setattr__(self, "renormalize_eps", eps)
+        for name in ("softcap", "scaling_factor"):
             value = getattr(self, name)
             if value is not None or name != "softcap":
-                number = _canonical_float(name, value, zero=name == "renormalize_eps")
-                object.__setattr__(self, name, number)
+                object.__setattr__(self, name, require_number(name, value, above=0.0))
         self._refuse_unused()
         options = ((f, getattr(self, f.name)) for f in fields(self) if f.init)
         spelled = (f"{f.name}={value}" for f, value in options if value != f.default)
@@ -114,33 +121,13 @@ class RoutingRule:
             raise ValueError(must("topk", rule, self.topk))
 
 
-def _check_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(must(name, "be an int", repr(value)))
-    if value < 1:
-        raise ValueError(must(name, "be >= 1", value))
-
-
-def _canonical_float(name: str, value: object, *, zero: bool) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(must(name, "be a plain Python number", repr(value)))
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        raise ValueError(must(name, f"be finite and {'>=' if zero else '>'} 0", value))
-    return float(value) + 0.0
-
-
 @lru_cache(maxsize=1024)
 def _parse(key: str) -> RoutingRule:
-    readers: dict[str, Any] = dict.fromkeys(("topk", "groups", "topk_groups", "group_topk"), int)
+    readers: dict[str, Reader] = dict.fromkeys(("topk", "groups", "topk_groups", "group_topk"), int)
     readers |= dict.fromkeys(("softcap", "renormalize_eps", "scaling_factor"), float)
-    readers |= dict.fromkeys(("topk_first", "renormalize"), lambda value: value == "True")
+    readers |= dict.fromkeys(("topk_first", "renormalize"), read_bool)
     readers["score"] = str
-    options: dict[str, Any] = {}
-    for item in key.split(","):
-        name, _, value = item.partition("=")
-        if name not in readers:
-            raise ValueError(unknown("routing option", name, readers))
-        options[name] = readers[name](value)
+    options = read_options("routing option", key.split(","), readers)
     if "topk" not in options:
         raise ValueError(must("key", "hold topk", repr(key)))
     return RoutingRule(**options)

@@ -9,7 +9,6 @@ F = 4 they hold, from row 0 on::
     Layout(interleave=2)                g0 g1 u0 u1 g2 g3 u2 u3
 """
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,9 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from samebits.errors import must, unknown
+from samebits.arguments import require_bool, require_int, require_name, require_number, require_type
+from samebits.errors import must
 
 Orientation = Literal["out_in", "in_out"]
+ORIENTATIONS: tuple[Orientation, ...] = ("out_in", "in_out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +38,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         size = self.interleave
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-            raise TypeError(must("interleave", "be an int or None", repr(size)))
-        if size is not None and size < 1:
-            raise ValueError(must("interleave", "be >= 1 (None means two halves)", size))
-        if not isinstance(self.up_first, bool):
-            raise TypeError(must("up_first", "be a bool", repr(self.up_first)))
+        if size is not None:
+            require_int("interleave", size, minimum=1)
+        require_bool("up_first", self.up_first)
         blocks = "halves" if size is None else f"interleave={size}"
         object.__setattr__(self, "key", blocks + (",up_first" if self.up_first else ""))
 
@@ -106,12 +104,8 @@ class PostExpertNorm:
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.eps, bool) or not isinstance(self.eps, (int, float)):
-            raise TypeError(must("eps", "be a plain Python number", repr(self.eps)))
-        if not (math.isfinite(self.eps) and self.eps > 0):
-            raise ValueError(must("eps", "be finite and > 0", self.eps))
-        object.__setattr__(self, "eps", float(self.eps))
-        object.__setattr__(self, "key", repr(float(self.eps)))
+        object.__setattr__(self, "eps", require_number("eps", self.eps, above=0.0))
+        object.__setattr__(self, "key", repr(self.eps))
 
 
 _PARAMETERS = ("gate_up", "down", "gate_up_bias", "down_bias", "norm_scale")
@@ -147,10 +141,9 @@ class ExpertWeights:
             value, optional = getattr(self, name), name not in ("gate_up", "down")
             if not (isinstance(value, Tensor) or (value is None and optional)):
                 raise TypeError(must(name, "be a tensor", type(value).__name__))
-        if not isinstance(self.layout, Layout):
-            raise TypeError(must("layout", "be a Layout", repr(self.layout)))
-        if not isinstance(self.norm, PostExpertNorm | None):
-            raise TypeError(must("norm", "be a PostExpertNorm", repr(self.norm)))
+        require_type("layout", self.layout, Layout)
+        if self.norm is not None:
+            require_type("norm", self.norm, PostExpertNorm)
         self._check_matrices()
         if (self.norm is None) != (self.norm_scale is None):
             raise ValueError(must("norm and norm_scale", "be given together", "one of them"))
@@ -277,8 +270,7 @@ class ExpertWeights:
 
 
 def _check_orientation(orientation: str) -> None:
-    if orientation not in ("out_in", "in_out"):
-        raise ValueError(unknown("orientation", orientation, ("out_in", "in_out")))
+    require_name("orientation", orientation, ORIENTATIONS)
 
 
 def _orientation(gate_up: Tensor, down: Tensor) -> Orientation:

@@ -67,6 +67,9 @@ def test_a_problem_is_parsed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--problem", "H=0 F=1 E=1 K=1 dtype=bf16"], "H must be >= 1, got 0"),
         (["--model", "no/such/folder"], "the folder must hold a config.json, got no/such/folder"),
         (["--case", "bogus"], "invalid choice: 'bogus'"),
+        (["--device", "zzz"], "device must be 'cpu', the architecture of an NVIDIA GPU, such as"),
+        (["--case", "swiglu", "--device", "cuda"], "or a device type of torch, got 'cuda'"),
+        (["--problem", "H=64"], "the problem must state F, E, K, dtype, got 'H=64'"),
     ],
 )
 def test_usage_errors(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

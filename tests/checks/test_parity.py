@@ -213,7 +213,7 @@ def test_nothing_that_could_run_is_exit_code_3(capsys: pytest.CaptureFixture[str
         (["math:pi"], "TARGET must name a function, got a float"),
         (["math:sqrt", "--backend", "grouped"], "--backend and TARGET exclude each other"),
         (["--device", "bogus"], "--device must be a torch device, got 'bogus'"),
-        (["--tokens", "0"], "--tokens must be >= 1, got 0"),
+        (["--tokens", "0"], "argument --tokens: the number must be an int >= 1, got '0'"),
         (["--case", "bogus"], "invalid choice: 'bogus'"),
     ],
 )

@@ -357,7 +357,17 @@ def test_a_state_dict_of_another_storage_is_refused(
             "unknown orientation 'transposed'; expected one of",
         ),
         ({"backend": "fast"}, ValueError, "unknown backend 'fast'; expected one of"),
-        ({"placement": "output"}, ValueError, "'output' is not a valid ProbPlacement"),
+        ({"placement": "output"}, ValueError, "unknown placement 'output'; expected one of"),
+        ({"num_experts": 3.0}, TypeError, "num_experts must be an int, got 3.0"),
+        ({"hidden_size": True}, TypeError, "hidden_size must be an int, got True"),
+        ({"intermediate_size": "3"}, TypeError, "intermediate_size must be an int, got '3'"),
+        ({"gate_up_bias": 1}, TypeError, "gate_up_bias must be a bool, got 1"),
+        ({"down_bias": "no"}, TypeError, "down_bias must be a bool, got 'no'"),
+        ({"orientation": None}, TypeError, "orientation must be a str, got None"),
+        ({"backend": []}, TypeError, "backend must be a str, got []"),
+        ({"placement": 3}, TypeError, "placement must be a str, got 3"),
+        ({"layout": "halves"}, TypeError, "layout must be a Layout, got str"),
+        ({"norm": 1e-5}, TypeError, "norm must be a PostExpertNorm, got float"),
         ({"layout": Layout(interleave=3)}, ValueError, "interleave must divide F = 80"),
         (
             {"dtype": torch.float8_e4m3fn},
@@ -376,6 +386,11 @@ def test_an_option_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         make_experts(**options)
+
+
+def test_load_weights_takes_weights() -> None:
+    with pytest.raises(TypeError, match="weights must be an ExpertWeights, got NoneType"):
+        make_experts().load_weights(None)
 
 
 def test_a_named_backend_is_strict() -> None:

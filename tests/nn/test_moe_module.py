@@ -371,7 +371,7 @@ def test_names_of_the_state() -> None:
     ("options", "error", "message"),
     [
         ({"router": nn.Linear(2, 2)}, TypeError, "router must be a Router, got Linear"),
-        ({"experts": nn.Linear(2, 2)}, TypeError, "experts must be a Experts, got Linear"),
+        ({"experts": nn.Linear(2, 2)}, TypeError, "experts must be an Experts, got Linear"),
         (
             {"identity_experts": 2},
             ValueError,
@@ -387,6 +387,27 @@ def test_names_of_the_state() -> None:
             {"shared_gate": True},
             ValueError,
             "shared_gate must be False without shared, which alone",
+        ),
+        ({"identity_experts": 1.0}, TypeError, "identity_experts must be an int, got 1.0"),
+        ({"identity_experts": True}, TypeError, "identity_experts must be an int, got True"),
+        ({"latent_size": 32.0}, TypeError, "latent_size must be an int, got 32.0"),
+        ({"latent_size": 0}, ValueError, "latent_size must be >= 1, got 0"),
+        ({"shared_gate": 1}, TypeError, "shared_gate must be a bool, got 1"),
+        ({"routed_scaling": "2"}, TypeError, "routed_scaling must be a plain Python number"),
+        (
+            {"router": make_router(dtype=torch.float64)},
+            ValueError,
+            "or none, got router torch.float64, experts torch.float32",
+        ),
+        (
+            {"experts": make_experts(dtype=torch.float64)},
+            ValueError,
+            "router, experts and shared must all be float64, or none",
+        ),
+        (
+            {"shared": make_experts(num_experts=1, dtype=torch.float64)},
+            ValueError,
+            "router, experts and shared must all be float64, or none",
         ),
         ({"shared": nn.Linear(2, 2)}, TypeError, "shared must be an Experts, got Linear"),
         ({"shared": "two"}, ValueError, "shared.num_experts must be 1, got 2"),
@@ -420,6 +441,37 @@ def test_parts_that_do_not_fit_are_refused(
 
     with pytest.raises(error, match=re.escape(message)):
         MoE(**({"router": make_router(), "experts": make_experts()} | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"x": 3}, TypeError, "x must be a float tensor, got int"),
+        ({"x": torch.ones(3, 48, dtype=torch.int64)}, TypeError, "x must be a float tensor, got"),
+        ({"x": torch.ones(3, 47)}, ValueError, "x must have shape (…, H) with H = 48, got (3, 47)"),
+        ({"x": torch.tensor(1.0)}, ValueError, "x must have shape (…, H) with H = 48, got ()"),
+        ({"losses": 1}, TypeError, "losses must be a bool, got 1"),
+        ({"topk_ids": [0]}, TypeError, "topk_ids must be a Tensor, got list"),
+        ({"topk_ids": torch.ones(9, 3)}, TypeError, "topk_ids must be int32 or int64, got"),
+        ({"num_valid_tokens": 3}, TypeError, "num_valid_tokens must be an int32 tensor, got int"),
+        (
+            {"num_valid_tokens": torch.ones(2, dtype=torch.int32)},
+            ValueError,
+            "num_valid_tokens must have shape (1,), got (2,)",
+        ),
+    ],
+)
+def test_a_call_that_cannot_be_is_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        MOES["bare"]()(**({"x": tokens()} | options))
+
+
+def test_fp64_throughout_computes_in_fp64() -> None:
+    layer = MOES["shared"]().double()
+
+    assert layer(tokens(dtype=torch.float64)).dtype == torch.float64
 
 
 def test_representation() -> None:

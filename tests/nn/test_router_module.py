@@ -239,6 +239,11 @@ def test_representation() -> None:
     [
         ({"rule": "softmax"}, TypeError, "rule must be a RoutingRule, got str"),
         ({"hidden_size": 0}, ValueError, "hidden_size must be >= 1, got 0"),
+        ({"hidden_size": 3.0}, TypeError, "hidden_size must be an int, got 3.0"),
+        ({"num_experts": True}, TypeError, "num_experts must be an int, got True"),
+        ({"num_experts": "3"}, TypeError, "num_experts must be an int, got '3'"),
+        ({"bias": 1}, TypeError, "bias must be a bool, got 1"),
+        ({"selection_bias": "yes"}, TypeError, "selection_bias must be a bool, got 'yes'"),
         (
             {"rule": RoutingRule(topk=7)},
             ValueError,
@@ -261,6 +266,45 @@ def test_an_update_that_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("counts", "rate", "error", "message"),
+    [
+        (torch.zeros(6), float("nan"), ValueError, "rate must be finite and >= 0, got nan"),
+        (torch.zeros(6), float("inf"), ValueError, "rate must be finite and >= 0, got inf"),
+        (torch.zeros(6), -1e-3, ValueError, "rate must be finite and >= 0, got -0.001"),
+        (torch.zeros(6), True, TypeError, "rate must be a plain Python number, got True"),
+        (torch.zeros(6), torch.tensor(1e-3), TypeError, "rate must be a plain Python number"),
+        ([1] * 6, 1e-3, TypeError, "counts must be a Tensor, got list"),
+        (torch.full((6,), float("nan")), 1e-3, ValueError, r"counts must be finite, got \[nan"),
+    ],
+)
+def test_an_update_by_no_number_leaves_the_bias_alone(
+    counts: Any, rate: Any, error: type[Exception], message: str
+) -> None:
+    router = make_router(selection_bias=True)
+
+    with pytest.raises(error, match=message):
+        router.update_selection_bias(counts, rate)
+
+    assert router.selection_bias is not None
+    assert (router.selection_bias == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (3, "x must be a float tensor, got int"),
+        (None, "x must be a float tensor, got NoneType"),
+        (torch.ones(2, 48, dtype=torch.int32), "x must be a float tensor, got torch.int32"),
+    ],
+)
+def test_tokens_are_floats(x: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make_router()(x)
+    with pytest.raises(TypeError, match=message.replace("x must", "input must")):
+        RowLinear(48, 3)(x)
+
+
+@pytest.mark.parametrize(
     "rule", [RoutingRule(topk=1, renormalize=True), RoutingRule(topk=1, topk_first=True)]
 )
 def test_one_expert_with_a_constant_probability_warns(rule: RoutingRule) -> None:
@@ -279,6 +323,8 @@ def test_counts_of_experts() -> None:
     assert expert_counts(ids, 4).tolist() == [1, 1, 0, 2]
     assert expert_counts(ids[:3].int(), 5).tolist() == [1, 1, 0, 2, 1]
     assert expert_counts(ids[:0], 3).tolist() == [0, 0, 0]
+    with pytest.raises(TypeError, match="topk_ids must be int32 or int64, got "):
+        expert_counts(ids.float(), 4)
 
 
 def test_balancing_loss_is_one_at_balance_and_n_at_collapse() -> None:

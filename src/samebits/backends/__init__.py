@@ -6,8 +6,9 @@ without an objection. Backends never import one another. A backend with gradient
 
 from types import ModuleType
 
+from samebits.arguments import require_name
 from samebits.backends import fused, grouped, reference
-from samebits.errors import UnsupportedError, unknown
+from samebits.errors import UnsupportedError
 from samebits.problem import Problem
 
 # In the order in which "auto" asks them.
@@ -15,9 +16,8 @@ BACKENDS: dict[str, ModuleType] = {module.NAME: module for module in (fused, gro
 
 
 def check_name(backend: str) -> None:
-    """Raise ``ValueError`` unless ``backend`` is "auto" or a key of ``BACKENDS``."""
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(unknown("backend", backend, ["auto", *BACKENDS]))
+    """Raise unless ``backend`` is "auto" or a key of ``BACKENDS``; see ``require_name``."""
+    require_name("backend", backend, ["auto", *BACKENDS])
 
 
 def explain(problem: Problem) -> dict[str, str | None]:

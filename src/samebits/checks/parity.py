@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from samebits import env
+from samebits.arguments import at_least_one
 from samebits.backends import BACKENDS
 from samebits.checks.result import (
     FOREIGN_ERRORS,
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--forward", action="store_true", help="judge the output alone, without gradients")
     add("--device", default=None, help="a torch device; default: cuda where there is one, else cpu")
-    add("--tokens", type=int, default=7, metavar="T", help="tokens of each case; default: 7")
+    add("--tokens", type=at_least_one, default=7, metavar="T", help="of each case; default: 7")
     add("--json", action="store_true", help="one JSON object a line instead of the table")
 
 
@@ -94,7 +95,6 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         device = env.default_device() if arguments.device is None else _device(arguments.device)
         subjects = _subjects(arguments.target, arguments.backend)
-        tokens = _tokens(arguments.tokens)
     except (TypeError, ValueError, ImportError) as error:
         print(f"samebits check parity: {error}", file=sys.stderr)
         return USAGE
@@ -104,7 +104,7 @@ def main(arguments: argparse.Namespace) -> int:
                 subjects,
                 arguments.case or list(CASES),
                 device=device,
-                tokens=tokens,
+                tokens=arguments.tokens,
                 forward=arguments.forward,
             )
         )
@@ -272,12 +272,6 @@ def _unbindable(function: ExpertsFunction, problem: Problem) -> str | None:
     except TypeError as error:
         return f"its signature does not fit: {error}"
     return None
-
-
-def _tokens(count: int) -> int:
-    if count < 1:
-        raise ValueError(must("--tokens", "be >= 1", count))
-    return count
 
 
 def _device(name: str) -> torch.device:

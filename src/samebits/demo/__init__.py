@@ -16,6 +16,7 @@ from shutil import which
 import torch
 
 from samebits import env
+from samebits.arguments import at_least_one
 from samebits.checks.result import FAILED, PASSED, plain_table, tracked
 from samebits.demo import language_model as lm
 from samebits.demo.stale_clamp import CALLS
@@ -35,7 +36,13 @@ STEPS = 350
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``demo`` to ``parser``."""
-    parser.add_argument("--steps", type=int, default=STEPS, help="training steps of the third part")
+    parser.add_argument(
+        "--steps",
+        type=at_least_one,
+        default=STEPS,
+        metavar="N",
+        help=f"training steps of the third part; default: {STEPS}",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -7,12 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from samebits.activation import Activation
+from samebits.arguments import require_bool, require_int, require_name, require_type
 from samebits.backends import check_name
-from samebits.errors import must, unknown
+from samebits.errors import must
 from samebits.experts import experts
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
-from samebits.weights import ExpertWeights, Layout, Orientation, PostExpertNorm
+from samebits.weights import (
+    ORIENTATIONS,
+    ExpertWeights,
+    Layout,
+    Orientation,
+    PostExpertNorm,
+)
 
 _PLAIN = Activation()
 _HALVES = Layout()
@@ -69,18 +76,13 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {
-            "num_experts": num_experts,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(must(name, "be >= 1", size))
-        if not isinstance(activation, Activation):
-            raise TypeError(must("activation", "be an Activation", type(activation).__name__))
-        if orientation not in ("out_in", "in_out"):
-            raise ValueError(unknown("orientation", orientation, ("out_in", "in_out")))
+        require_int("num_experts", num_experts, minimum=1)
+        require_int("hidden_size", hidden_size, minimum=1)
+        require_int("intermediate_size", intermediate_size, minimum=1)
+        require_type("activation", activation, Activation)
+        require_name("orientation", orientation, ORIENTATIONS)
+        require_bool("gate_up_bias", gate_up_bias)
+        require_bool("down_bias", down_bias)
         check_name(backend)
         self.num_experts = num_experts
         self.hidden_size = hidden_size
@@ -153,11 +155,13 @@ class Experts(nn.Module):
             weights: Parameters of as many experts of the same sizes.
 
         Raises:
+            TypeError: ``weights`` is no ``ExpertWeights``.
             ValueError: A tensor is missing, is one too many, or has another shape; or the eps of
                 the norm differs.
 
         Determinism: exact, for equal dtypes.
         """
+        require_type("weights", weights, ExpertWeights)
         if weights.norm != self.norm:
             raise ValueError(must("norm", f"be {self.norm}, as in this module", weights.norm))
         own = self.weights

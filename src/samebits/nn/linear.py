@@ -40,11 +40,14 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ``(T, N)`` in the dtype of ``x``, rounded once.
 
     Raises:
+        TypeError: An argument is no float tensor.
         ValueError: Shapes or dtypes disagree; the message names both.
 
     Determinism: bitwise repeatable; each row, and each row of the gradient of ``x``, independent of
     T and of the other rows.
     """
+    require_floats("x", x)
+    require_floats("weight", weight)
     if x.dim() != 2 or x.shape[1] != weight.shape[1]:
         rule = f"have shape (T, H) with H = weight.shape[1] = {weight.shape[1]}"
         raise ValueError(must("x", rule, tuple(x.shape)))
@@ -58,6 +61,13 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.samebits.project_forward(x, weight, bias)  # type: ignore[no-any-return]
 
 
+def require_floats(argument: str, value: object) -> None:
+    """Raise ``TypeError`` unless ``value`` is a tensor of floats."""
+    if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
+        actual = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(must(argument, "be a float tensor", actual))
+
+
 class RowLinear(torch.nn.Linear):
     """Apply ``torch.nn.Linear`` with the same bits for a row whatever the number of rows.
 
@@ -69,6 +79,7 @@ class RowLinear(torch.nn.Linear):
 
         Determinism: see ``project``.
         """
+        require_floats("input", input)
         dtype = autocast_dtype(input.device)
         if dtype is not None and input.dtype != torch.float64:
             bias = None if self.bias is None else self.bias.to(dtype)

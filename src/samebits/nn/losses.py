@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from samebits.errors import must
+
 
 def expert_counts(topk_ids: Tensor, num_experts: int) -> Tensor:
     """Count the slots of each expert; ids outside ``[0, num_experts)`` are not counted.
@@ -14,8 +16,13 @@ def expert_counts(topk_ids: Tensor, num_experts: int) -> Tensor:
     Returns:
         ``(N,)`` int64.
 
+    Raises:
+        TypeError: ``topk_ids`` holds no integers.
+
     Determinism: exact integers.
     """
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(must("topk_ids", "be int32 or int64", topk_ids.dtype))
     ids = topk_ids.reshape(-1).to(torch.int64)
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)

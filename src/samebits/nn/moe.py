@@ -1,15 +1,16 @@
 """A whole mixture-of-experts layer: router, experts, and what models put around them."""
 
-import math
 from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
+from samebits.arguments import require_bool, require_int, require_number, require_type
 from samebits.backends.operator import autocast_dtype
 from samebits.errors import must
+from samebits.experts import check_count
 from samebits.nn.experts import Experts
-from samebits.nn.linear import RowLinear, project
+from samebits.nn.linear import RowLinear, project, require_floats
 from samebits.nn.losses import expert_counts, load_balancing_loss, router_z_loss
 from samebits.nn.router import Router, RouterOutput
 from samebits.nn.sums import Parts, add_parts
@@ -80,19 +81,23 @@ class MoE(nn.Module):
         routed_scaling: float = 1.0,
     ) -> None:
         super().__init__()
-        for name, part, kind in (("router", router, Router), ("experts", experts, Experts)):
-            if not isinstance(part, kind):
-                raise TypeError(must(name, f"be a {kind.__name__}", type(part).__name__))
+        require_type("router", router, Router)
+        require_type("experts", experts, Experts)
+        require_bool("shared_gate", shared_gate)
+        require_int("identity_experts", identity_experts, minimum=0)
+        if latent_size is not None:
+            require_int("latent_size", latent_size, minimum=1)
         hidden = router.hidden_size
         _check_parts(router, experts, latent_size, identity_experts)
         _check_shared(shared, shared_gate, hidden)
+        _check_fp64(router, experts, shared)
         self.router = router
         self.experts = experts
         self.shared = shared
         self.latent_size = latent_size
         self.identity_experts = identity_experts
         # As text, because a float attribute may go stale in a compiled graph.
-        self._routed_scaling = _spell(routed_scaling)
+        self._routed_scaling = repr(require_number("routed_scaling", routed_scaling, above=0.0))
         self.shared_gate = None
         self.latent_down = None
         self.latent_up = None
@@ -149,14 +154,22 @@ class MoE(nn.Module):
             A tensor of the shape of ``x``, or ``MoEOutput``.
 
         Raises:
+            TypeError: An argument has the wrong type or kind of dtype.
             ValueError: Shapes or dtypes disagree; the message names both.
             UnsupportedError: The backend (or every backend) cannot run this layer.
 
         Determinism: bitwise repeatable; row independent where the backend of ``experts`` is.
         """
-        rows = x.reshape(-1, x.shape[-1])
+        require_floats("x", x)
+        require_bool("losses", losses)
+        hidden = self.router.hidden_size
+        if x.dim() == 0 or x.shape[-1] != hidden:
+            rule = f"have shape (…, H) with H = {hidden}"
+            raise ValueError(must("x", rule, tuple(x.shape)))
+        rows = x.reshape(-1, hidden)
         valid = None
         if num_valid_tokens is not None:
+            check_count(num_valid_tokens, rows)
             valid = torch.arange(rows.shape[0], device=x.device) < num_valid_tokens
             rows = torch.where(valid[:, None], rows, 0.0)
         routed = self.router(rows, topk_ids)
@@ -227,8 +240,6 @@ def _working_dtype(x: Tensor) -> torch.dtype:
 def _check_parts(
     router: Router, experts: Experts, latent_size: int | None, identity_experts: int
 ) -> None:
-    if identity_experts < 0:
-        raise ValueError(must("identity_experts", "be >= 0", identity_experts))
     total = experts.num_experts + identity_experts
     if router.num_experts != total:
         sum_ = f"{experts.num_experts} + {identity_experts}"
@@ -246,8 +257,7 @@ def _check_shared(shared: Experts | None, shared_gate: bool, hidden: int) -> Non
             rule = "be False without shared, which alone uses it"
             raise ValueError(must("shared_gate", rule, True))
         return
-    if not isinstance(shared, Experts):
-        raise TypeError(must("shared", "be an Experts", type(shared).__name__))
+    require_type("shared", shared, Experts)
     if shared.num_experts != 1:
         raise ValueError(must("shared.num_experts", "be 1", shared.num_experts))
     if shared.hidden_size != hidden:
@@ -255,9 +265,11 @@ def _check_shared(shared: Experts | None, shared_gate: bool, hidden: int) -> Non
         raise ValueError(must("shared.hidden_size", rule, shared.hidden_size))
 
 
-def _spell(scaling: float) -> str:
-    if isinstance(scaling, bool) or not isinstance(scaling, (int, float)):
-        raise TypeError(must("routed_scaling", "be a plain Python number", repr(scaling)))
-    if not (math.isfinite(scaling) and scaling > 0):
-        raise ValueError(must("routed_scaling", "be finite and > 0", scaling))
-    return repr(float(scaling))
+def _check_fp64(router: Router, experts: Experts, shared: Experts | None) -> None:
+    """Raise where fp64, in which sums are taken in fp64, meets a narrower part."""
+    dtypes = {"router": router.weight.dtype, "experts": experts.gate_up.dtype}
+    if shared is not None:
+        dtypes["shared"] = shared.gate_up.dtype
+    if torch.float64 in dtypes.values() and set(dtypes.values()) != {torch.float64}:
+        actual = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise ValueError(must("router, experts and shared", "all be float64, or none", actual))

@@ -7,8 +7,9 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from samebits.arguments import require_bool, require_int, require_number, require_type
 from samebits.errors import must
-from samebits.nn.linear import project
+from samebits.nn.linear import project, require_floats
 from samebits.routing import Routing, RoutingRule
 
 
@@ -57,11 +58,11 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(rule, RoutingRule):
-            raise TypeError(must("rule", "be a RoutingRule", type(rule).__name__))
-        for name, size in (("hidden_size", hidden_size), ("num_experts", num_experts)):
-            if size < 1:
-                raise ValueError(must(name, "be >= 1", size))
+        require_type("rule", rule, RoutingRule)
+        require_int("hidden_size", hidden_size, minimum=1)
+        require_int("num_experts", num_experts, minimum=1)
+        require_bool("bias", bias)
+        require_bool("selection_bias", selection_bias)
         rule.check(num_experts)
         _warn_without_gradient(rule)
         self.hidden_size = hidden_size
@@ -104,10 +105,12 @@ class Router(nn.Module):
             ``RouterOutput(routing, logits)``; differentiable in ``x``, weight and bias.
 
         Raises:
+            TypeError: ``x`` is no float tensor, or ``topk_ids`` no tensor of integers.
             ValueError: The shape of ``x`` or ``topk_ids`` is wrong.
 
         Determinism: bitwise repeatable; each row independent of T and of the other rows.
         """
+        require_floats("x", x)
         wide = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         bias = None if self.bias is None else self.bias.to(wide)
         logits = project(x.to(wide), self.weight.to(wide), bias)
@@ -138,22 +141,28 @@ class Router(nn.Module):
 
         Args:
             counts: ``(N,)`` slots of each expert (``MoEOutput.counts``); any dtype.
-            rate: Size of the step; 1e-3 is DeepSeek-V3's.
+            rate: Size of the step, finite, >= 0; 1e-3 is DeepSeek-V3's.
 
         Raises:
-            ValueError: There is no selection bias, or the shape of ``counts`` is wrong.
+            TypeError: ``counts`` is no tensor, or ``rate`` no plain number.
+            ValueError: There is no selection bias, ``rate`` is out of range, the shape of
+                ``counts`` is wrong, or (checked on CPU) a count is not finite.
 
         Determinism: bitwise repeatable.
         """
         if self.selection_bias is None:
             rule = "be True in the constructor to be updated"
             raise ValueError(must("selection_bias", rule, False))
+        step = require_number("rate", rate, least=0.0)
+        require_type("counts", counts, Tensor)
         if tuple(counts.shape) != (self.num_experts,):
             rule = f"have shape ({self.num_experts},)"
             raise ValueError(must("counts", rule, tuple(counts.shape)))
+        if counts.device.type == "cpu" and not counts.isfinite().all():
+            raise ValueError(must("counts", "be finite", counts.tolist()))
         counts = counts.to(device=self.selection_bias.device, dtype=torch.float64)
-        step = torch.sign(counts.mean() - counts).to(self.selection_bias.dtype)
-        self.selection_bias.add_(step * rate)
+        sign = torch.sign(counts.mean() - counts).to(self.selection_bias.dtype)
+        self.selection_bias.add_(sign * step)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = self.selection_bias

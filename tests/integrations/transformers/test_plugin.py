@@ -264,3 +264,9 @@ def test_each_layer_has_its_own_activation():
 def test_a_model_without_experts_is_an_error():
     with pytest.raises(ValueError, match="must hold an experts module, got Linear"):
         attach(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("model", [None, "gpt2", nn.Linear])
+def test_only_modules_can_be_attached(model):
+    with pytest.raises(TypeError, match="model must be a Module, got "):
+        attach(model)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samebits.arguments import require_type
 from samebits.errors import UnsupportedError, must
 from samebits.experts import experts
 from samebits.integrations.transformers.interface import is_decorated, is_fp8, load
@@ -180,6 +181,7 @@ def attach(model: nn.Module) -> Table:
         One row for each experts module.
 
     Raises:
+        TypeError: ``model`` is no module.
         ImportError: transformers is absent or has no experts interface.
         UnsupportedError: Some experts cannot be translated, or the interface does not reach them;
             the message gives the reason for each class.
@@ -187,6 +189,7 @@ def attach(model: nn.Module) -> Table:
 
     Determinism: no arithmetic on the model.
     """
+    require_type("model", model, nn.Module)
     register()
     interface = load()
     found = {path: m for path, m in model.named_modules() if is_decorated(m, interface)}

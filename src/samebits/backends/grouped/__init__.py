@@ -7,7 +7,7 @@ path for rows that arrive sorted, and the check on the fused backend.
 from torch import Tensor
 
 from samebits.backends.call import Call, Gradients
-from samebits.backends.grouped import host
+from samebits.backends.grouped import device, host
 from samebits.problem import Problem
 
 NAME = "grouped"
@@ -19,14 +19,16 @@ def why_not(problem: Problem) -> str | None:
     Determinism: pure function of the problem.
     """
     if problem.device != "cpu":
-        return f"it has no kernels for {problem.device} yet, only for cpu"
+        return device.why_not(problem)
     if problem.norm_eps is not None and problem.grad:
         return "it has no gradient of the post-expert norm"
     return None
 
 
 def notes(problem: Problem) -> str | None:
-    """Return what is not promised here: bits may depend on T through torch's matrix products."""
+    """Return what is not promised: on CPU, bits may depend on T through torch's matrix products."""
+    if problem.device != "cpu":
+        return None
     return "row independence is not promised: torch chooses its matrix product by the row count"
 
 
@@ -35,7 +37,9 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
 
     Determinism: repeatable; rounding points and combine order of the contract.
     """
-    return host.forward(problem, call, save=save)
+    if problem.device == "cpu":
+        return host.forward(problem, call, save=save)
+    return device.forward(problem, call, save=save)
 
 
 def backward(

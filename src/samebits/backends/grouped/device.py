@@ -1,0 +1,78 @@
+"""The stages on a GPU: permute, grouped product, activation, grouped product, combine.
+
+Every shape is a function of T and nothing waits for the device, so a call can be captured in a CUDA
+graph. Each stage has the rounding points of the contract, hence the bits of the fused backend.
+"""
+
+import torch
+from torch import Tensor
+
+from samebits.backends.call import Call
+from samebits.problem import DTYPES, Problem, ProbPlacement
+
+
+def why_not(problem: Problem) -> str | None:
+    """Return why a GPU cannot run ``problem``, or None.
+
+    Determinism: pure function of the problem.
+    """
+    if not problem.device.startswith("sm_"):
+        return f"it has kernels for NVIDIA GPUs and for cpu, not for {problem.device}"
+    if int(problem.device.removeprefix("sm_")) < 80:
+        return f"its kernels need sm_80 or newer, not {problem.device}"
+    if problem.dtype == "fp64":
+        return "its kernels compute bf16, fp16 and fp32"
+    if problem.norm_eps is not None:
+        return "it has no post-expert norm on a GPU"
+    if problem.grad:
+        return "it has no backward on a GPU yet"
+    return None
+
+
+def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor]:
+    """Return ``(out, z)``; see ``samebits.experts``. ``z`` is (R, 2F or F) by row, if ``save``.
+
+    Determinism: repeatable; each row independent of T and of the other rows.
+    """
+    # Imported here: naming the backend must not need Triton.
+    from samebits.ops.activation.kernel import launch_activation_forward
+    from samebits.ops.activation.operands import Operands
+    from samebits.ops.grouped_gemm.kernel import launch_grouped_gemm
+    from samebits.ops.grouped_gemm.tuning import config_of
+    from samebits.ops.permute.kernel import launch_combine, launch_metadata, launch_permute
+
+    topk, total = problem.K, call.topk_ids.numel()
+    config = config_of(total, problem.E, problem.device, problem.dtype)
+    metadata = launch_metadata(
+        call.topk_ids,
+        problem.E,
+        config.block_r,
+        expert_start=problem.expert_start,
+        num_valid_tokens=call.num_valid_tokens,
+    )
+    probs = call.topk_probs.contiguous()
+    placed = {p: probs if p == problem.placement else None for p in ProbPlacement}
+    on_hidden = placed[ProbPlacement.FC2_INPUT]
+    rows = launch_permute(call.x, metadata.inverse, topk, placed[ProbPlacement.FC1_INPUT])
+    z = launch_grouped_gemm(
+        rows, metadata, call.gate_up, call.gate_up_bias, None, config, problem.device
+    )
+    operands = Operands(
+        z,
+        row_probs=None if on_hidden is None else _by_row(on_hidden, metadata.slots),
+        num_rows=metadata.offsets[-1:],
+    )
+    h = launch_activation_forward(operands, problem.activation, problem.layout)
+    y = launch_grouped_gemm(
+        h, metadata, call.down, call.down_bias, on_hidden, config, problem.device
+    )
+    out = launch_combine(
+        y, metadata.inverse, topk, placed[ProbPlacement.FC2_OUTPUT], DTYPES[problem.result_dtype]
+    )
+    return out, z if save else z.new_empty(0, z.shape[1])
+
+
+def _by_row(probs: Tensor, slots: Tensor) -> Tensor:
+    """Return the probability of each row; rows of no slot get any slot's."""
+    flat = probs.reshape(-1)
+    return torch.index_select(flat, 0, slots.clamp(max=max(flat.shape[0] - 1, 0)))

@@ -17,4 +17,6 @@ CHECKS: Mapping[str, str] = {
     "models": "samebits.checks.models",
     "compile": "samebits.checks.compile",
     "parity": "samebits.checks.parity",
+    "logprobs": "samebits.checks.logprobs",
+    "determinism": "samebits.checks.determinism",
 }

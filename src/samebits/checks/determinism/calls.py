@@ -1,0 +1,185 @@
+"""The calls of our own registry, by public functions: inputs once, on the device, from a seed.
+
+Inputs hold negative zeros and NaNs with payloads, whose bytes the replays compare like all others.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.activation import Activation
+from samebits.experts import experts
+from samebits.problem import DTYPES, Problem
+from samebits.routing import Routing
+from samebits.testing.inputs import options_of
+from samebits.weights import ExpertWeights, Layout
+
+Call = Callable[[], Any]
+
+# A NaN that is not the one that arithmetic makes, by element size.
+_PAYLOADS = {2: (torch.int16, 0x7FD5), 4: (torch.int32, 0x7FD55555)}
+
+
+def layer(
+    problem: Problem, tokens: int, backend: str, device: torch.device, *, transposed: bool = False
+) -> Call:
+    """Return a call of a whole layer: its output and, with ``problem.grad``, every gradient."""
+    weights = _weights(problem, device)
+    if transposed:
+        weights = weights.to_storage("in_out")
+    draw = _Draw(device, tokens)
+    dtype = DTYPES[problem.dtype]
+    x = _with_odd_rows(draw.normal(tokens, problem.H).to(dtype))
+    ids = draw.uniform(tokens, problem.experts).topk(problem.K).indices
+    probs = draw.uniform(tokens, problem.K) + 0.05
+    count = None
+    if problem.counted:
+        count = torch.full((1,), max(tokens - 3, 1), dtype=torch.int32, device=device)
+    routing = Routing(ids, probs, problem.experts)
+    options = options_of(problem, count)
+    dout = draw.normal(tokens, problem.H).to(DTYPES[problem.result_dtype])
+    wanted = [x, probs, *weights.named_tensors().values()]
+
+    def call() -> Any:
+        with torch.set_grad_enabled(problem.grad):
+            out = experts(x, routing, weights, problem.activation, backend=backend, **options)
+            return (out, *torch.autograd.grad(out, wanted, dout)) if problem.grad else out
+
+    if problem.grad:
+        for tensor in wanted:
+            tensor.requires_grad_()
+    return call
+
+
+def sort(slots: int, experts_: int, block_r: int, device: torch.device) -> Call:
+    """Return a call that sorts slots and makes two tables of tiles."""
+    from samebits.ops.permute import sort_slots
+    from samebits.ops.permute.kernel import launch_tiles
+
+    ids = torch.randint(-1, experts_ + 1, (slots // 4, 4), device=device, generator=_seeded(device))
+
+    def call() -> list[Tensor]:
+        found = sort_slots(ids, experts_, block_r=block_r)
+        other = launch_tiles(found.offsets, slots, 2 * block_r)
+        return [*found[:3], *_used(found.tiles), *_used(other)]
+
+    return call
+
+
+def _used(tiles: Any) -> list[Tensor]:
+    """Return a table of tiles without what it holds past its count."""
+    *columns, count = tiles
+    return [
+        count,
+        *(torch.where(torch.arange(len(c), device=c.device) < count, c, 0) for c in columns),
+    ]
+
+
+def move(tokens: int, hidden: int, topk: int, dtype: torch.dtype, device: torch.device) -> Call:
+    """Return a call of permute and combine with all gradients; a tenth of the slots is dropped."""
+    from samebits.ops.permute import combine, permute, sort_slots
+
+    draw = _Draw(device, tokens)
+    ids = draw.uniform(tokens, 64).topk(topk).indices
+    ids[draw.uniform(tokens, topk) < 0.1] = -1
+    x = _with_odd_rows(draw.normal(tokens, hidden).to(dtype)).requires_grad_()
+    probs = (draw.uniform(tokens, topk) + 0.05).requires_grad_()
+    dout = draw.normal(tokens, hidden).to(dtype)
+
+    def call() -> tuple[Tensor, ...]:
+        found = sort_slots(ids, 64)
+        rows = permute(x, found.inverse, topk, probs, offsets=found.offsets)
+        out = combine(rows, found.inverse, topk, probs, offsets=found.offsets)
+        return rows, out, *torch.autograd.grad(out, [x, probs], dout)
+
+    return call
+
+
+def activation(
+    kind: Activation,
+    layout: Layout,
+    family: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Call:
+    """Return a call of the activation and of its gradients."""
+    from samebits.ops.activation import Operands, Wanted, activate, activate_backward
+
+    rows, columns = shape
+    draw = _Draw(device, rows)
+    width = kind.columns * columns
+    z = _with_odd_rows((3 * draw.normal(rows, width)).to(dtype))
+    dh = draw.normal(rows, columns).to(dtype)
+    bias = offsets = None
+    if family == "bias":
+        bias = draw.normal(16, width).to(dtype)
+        ends = torch.linspace(0, rows, 17, device=device)
+        offsets = (ends + torch.cos(ends)).round().int().clamp(0, rows)
+        offsets[0], offsets[-1] = 0, rows
+    weighted = family in ("bias", "weighted")
+    probs = draw.uniform(rows) if weighted else None
+    operands = Operands(z, bias, offsets, probs)
+    wanted = Wanted(dp=weighted, h=weighted, dbias=bias is not None)
+
+    def call() -> list[Tensor]:
+        h = activate(z, kind, layout, bias=bias, offsets=offsets, row_probs=probs)
+        found = activate_backward(dh, operands, kind, layout, wanted)
+        return [h, *(tensor for tensor in found if tensor is not None)]
+
+    return call
+
+
+class _Draw:
+    """Random tensors of one seed."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._device, self._generator = device, _seeded(device, seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self._device, generator=self._generator)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, device=self._device, generator=self._generator)
+
+
+def _seeded(device: torch.device, seed: int = 0) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(seed)
+
+
+# One at a time: those of one family take gigabytes, and its variants follow one another.
+@lru_cache(maxsize=1)
+def _weights(problem: Problem, device: torch.device) -> ExpertWeights:
+    draw = _Draw(device, 0)
+    dtype = DTYPES[problem.dtype]
+    rows = problem.activation.columns * problem.F
+
+    def matrices(n: int, k: int, scale: float) -> Tensor:
+        # Expert by expert: fp32 draws of all would take twice the memory.
+        made = torch.empty(problem.E, n, k, dtype=dtype, device=device)
+        for one in made:
+            one.copy_(draw.normal(n, k) * scale)
+        return made
+
+    def bias(kind: str | None, columns: int) -> Tensor | None:
+        return None if kind is None else draw.normal(problem.E, columns).to(DTYPES[kind])
+
+    return ExpertWeights(
+        gate_up=matrices(rows, problem.H, 3 * problem.H**-0.5),
+        down=matrices(problem.H, problem.F, problem.F**-0.5),
+        gate_up_bias=bias(problem.gate_up_bias, rows),
+        down_bias=bias(problem.down_bias, problem.H),
+        layout=problem.layout,
+    )
+
+
+def _with_odd_rows(x: Tensor) -> Tensor:
+    """Set one row to negative zeros and one to NaNs with a payload."""
+    if x.shape[0] > 4:
+        kind, bits = _PAYLOADS[x.element_size()]
+        x[1] = -0.0
+        x[3] = torch.full_like(x[3], bits, dtype=kind).view(x.dtype)
+    return x

@@ -1,0 +1,143 @@
+"""Is there evidence for every kernel as it is now? By syntax and JSON alone: no GPU, Triton or git.
+
+A kernel is covered where every variant that launches it has a record with its current hash, of a
+clean tree, whose replays had the same bytes, and whose run saw every planted fault.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from samebits.checks.determinism.evidence import Evidence, Record, read_all, read_debts
+from samebits.checks.determinism.source import Sources
+from samebits.checks.determinism.variant import Registry, RegistryError, Variant
+from samebits.checks.result import Result, Verdict
+
+IN_NO_VARIANT = "a @triton.jit function in no variant"
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """The results, and the kernels that lack evidence (whether owed or not)."""
+
+    results: list[Result]
+    lacking: list[str]
+
+
+def coverage(registry: Registry) -> Coverage:
+    """Return one result for each variant, each uncovered kernel and each problem of the evidence.
+
+    Raises:
+        RegistryError: The registry names a kernel that is not there, or a file cannot be read.
+    """
+    sources = Sources(registry.root)
+    evidence = read_all(registry.evidence, registry.debts)
+    debts = read_debts(registry.debts)
+    results = [
+        _result(e.file, "evidence", "fail", why)
+        for e in evidence
+        if (why := blind(e, registry.variants))
+    ]
+    lacking: dict[str, None] = {}
+    for variant in registry.variants:
+        current = fingerprint(sources, variant)
+        if variant.expected != "same":
+            continue
+        verdict, note = judge(variant, current, evidence, registry.variants)
+        if verdict == "fail":
+            lacking |= dict.fromkeys(variant.kernels)
+            if not note.startswith("raced"):
+                verdict, note = _owed(variant.kernels, debts, note)
+        results.append(_result(variant.name, variant.kernels[0], verdict, note))
+    for kernel in _unreached(sources, registry.variants):
+        lacking[kernel] = None
+        results.append(_result("", kernel, *_owed([kernel], debts, IN_NO_VARIANT)))
+    for kernel in sorted(debts.keys() - lacking.keys()):
+        why = "has evidence" if kernel in sources.kernels else "does not exist"
+        results.append(_result("", kernel, "fail", f"listed as debt, but it {why}: remove it"))
+    return Coverage(results, list(lacking))
+
+
+def fingerprint(sources: Sources, variant: Variant) -> str:
+    """Return the current hash of a variant; "" of a planted fault that is not of this folder.
+
+    Raises:
+        RegistryError: It names a kernel that is not there.
+    """
+    if variant.expected != "same" and not sources.kernels.keys() >= set(variant.kernels):
+        return ""
+    try:
+        return sources.fingerprint(tuple(variant.kernels), dict(variant.config))
+    except RegistryError as error:
+        raise RegistryError(f"variant {variant.name!r}: {error}") from None
+    except TypeError as error:
+        raise RegistryError(f"config of variant {variant.name!r} is not JSON: {error}") from None
+
+
+def blind(evidence: Evidence, variants: Iterable[Variant]) -> str | None:
+    """Return why a whole run proves nothing, or None."""
+    if not evidence.clean:
+        return f"made on a dirty tree ({evidence.tree or 'of no known revision'}): make it again"
+    for variant in variants:
+        if variant.expected != "different":
+            continue
+        record = evidence.variants.get(variant.name)
+        if record is None:
+            return f"{variant.name} was not among its replays: nothing shows that they see faults"
+        unseen = unseen_by(variant, record)
+        if unseen:
+            return f"its replays ({', '.join(unseen)}) did not see {variant.name}"
+    return None
+
+
+def unseen_by(variant: Variant, record: Record) -> list[str]:
+    """Return the kinds of replay that should have seen a planted fault and did not."""
+    return [kind for kind in variant.seen_by if not record.different.get(kind)]
+
+
+def judge(
+    variant: Variant, current: str, evidence: Sequence[Evidence], variants: Sequence[Variant]
+) -> tuple[Verdict, str]:
+    """Return the verdict on a variant whose hash is ``current``, and where or why."""
+    found = [(e, e.variants[variant.name]) for e in evidence if variant.name in e.variants]
+    if not found:
+        return "fail", "no evidence"
+    known = [(e, record) for e, record in found if record.hash == current]
+    if not known:
+        return "fail", f"changed since its evidence ({found[-1][0].file})"
+    for where, record in known:
+        if not record.same:
+            return "fail", failure(record, where)
+    usable = [pair for pair in known if blind(pair[0], variants) is None]
+    if not usable:
+        return "fail", f"no evidence but that of {known[-1][0].file}"
+    where, record = usable[-1]
+    return "pass", f"{record.total} replays on {where.where}"
+
+
+def failure(record: Record, where: Evidence) -> str:
+    """Return what was wrong with a variant's replays."""
+    if any(record.different.values()):
+        counts = ", ".join(
+            f"{n} of {record.replays[k]} {k}" for k, n in record.different.items() if n
+        )
+        return f"raced on {where.where}: {counts} replays differ; {record.note}"
+    return f"not replayed on {where.where}: {record.note or 'no replays'}"
+
+
+def _owed(kernels: Sequence[str], debts: dict[str, str], note: str) -> tuple[Verdict, str]:
+    reasons = dict.fromkeys(debts[kernel] for kernel in kernels if kernel in debts)
+    return ("not_run", f"{note}; owed: {'; '.join(reasons)}") if reasons else ("fail", note)
+
+
+def _unreached(sources: Sources, variants: Iterable[Variant]) -> list[str]:
+    reached: set[str] = set()
+    for variant in variants:
+        for kernel in sources.kernels.keys() & set(variant.kernels):
+            reached |= sources.closure(kernel).keys()
+    return [kernel for kernel in sources.kernels if kernel not in reached]
+
+
+def _result(case: str, kernel: str, verdict: Verdict, note: str) -> Result:
+    return Result(
+        check="determinism", case=case, problem="", backend=kernel, verdict=verdict, note=note
+    )

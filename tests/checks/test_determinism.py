@@ -1,0 +1,309 @@
+"""Evidence of determinism, by syntax: what makes it old, what has none, what a debt excuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from samebits.checks.determinism.coverage import coverage, fingerprint
+from samebits.checks.determinism.planted import planted
+from samebits.checks.determinism.source import Sources
+from samebits.checks.determinism.variant import RegistryError, load
+from samebits.cli import main
+
+pytestmark = pytest.mark.reference
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+KERNELS = '''
+import triton
+import triton.language as tl
+from triton import jit
+from shapes import STRIP
+
+FACTOR = tl.constexpr(2.0)
+
+
+@triton.jit
+def twice(x):
+    """Double."""
+    return FACTOR * x
+
+
+@jit
+def _double_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + place, twice(tl.load(x_ptr + place)))
+
+
+@triton.jit(do_not_specialize=["n"])
+def _copy_kernel(x_ptr, y_ptr, n):
+    for i in range(0, n, STRIP):
+        tl.store(y_ptr + i, tl.load(x_ptr + i))
+
+
+def double(x, y, block):
+    _double_kernel[(x.numel() // block,)](x, y, BLOCK=block, num_warps=4)
+'''
+REGISTRY = """
+from samebits.checks.determinism import Variant
+
+def variants():
+    for block in (64, 128):
+        yield Variant(
+            name=f"double {block}", kernels=["kernels.py:_double_kernel"], config={"block": block},
+            prepare=lambda device: None,
+        )
+    yield Variant(
+        name="planted", kernels=["kernels.py:_copy_kernel"], config={}, prepare=lambda device: None,
+        expected="different", seen_by=["memory"],
+    )
+"""
+DOUBLE, COPY = "kernels.py:_double_kernel", "kernels.py:_copy_kernel"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "kernels.py").write_text(KERNELS)
+    (tmp_path / "shapes.py").write_text("STRIP = 64\n")
+    (tmp_path / "registry.py").write_text(REGISTRY)
+    return tmp_path
+
+
+def record(hash_: str, **changes):
+    plain = {
+        "hash": hash_,
+        "digest": "d",
+        "replays": {"load": 48, "memory": 4},
+        "different": {"load": 0, "memory": 0},
+        "note": "",
+        "launched": {},
+    }
+    return plain | changes
+
+
+def write_evidence(
+    folder: Path, *, tree: str = "1a2b3c", name: str = "gpu.json", **changes
+) -> None:
+    """Write what a run of the replays would say of the registry as it is."""
+    registry, sources = load(folder / "registry.py", planted()), Sources(folder)
+    variants = {}
+    for variant in registry.variants:
+        seen = (
+            {} if variant.expected == "same" else {"different": dict.fromkeys(variant.seen_by, 4)}
+        )
+        variants[variant.name] = record(fingerprint(sources, variant), **seen)
+    for variant, change in changes.items():
+        variants[variant.replace("_", " ")] |= change
+    (folder / "evidence").mkdir(exist_ok=True)
+    content = {
+        "check": "determinism", "format": 1, "machine": {"gpu": "G"}, "tree": tree, "seconds": 1.0,
+        "variants": variants,
+    }  # fmt: skip
+    (folder / "evidence" / name).write_text(json.dumps(content))
+
+
+def judged(folder: Path) -> dict[str, tuple[str, str]]:
+    results = coverage(load(folder / "registry.py", planted())).results
+    return {result.case or result.backend: (result.verdict, result.note) for result in results}
+
+
+def replaced(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def test_evidence_at_the_current_hash_passes(folder):
+    write_evidence(folder)
+
+    found = judged(folder)
+
+    assert found == {
+        "double 64": ("pass", "52 replays on gpu G"),
+        "double 128": ("pass", "52 replays on gpu G"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("kernels.py", "tl.program_id(0)", "tl.program_id(1)"),
+        ("kernels.py", "FACTOR * x", "x * FACTOR"),
+        ("kernels.py", "tl.constexpr(2.0)", "tl.constexpr(4.0)"),
+        ("kernels.py", "num_warps=4", "num_warps=8"),
+        ("registry.py", '"block": block', '"block": 2 * block'),
+    ],
+    ids=["kernel", "device function", "constant", "launch", "config"],
+)
+def test_what_decides_bits_makes_evidence_old(folder, file, old, new):
+    write_evidence(folder)
+
+    replaced(folder / file, old, new)
+
+    assert judged(folder)["double 64"] == ("fail", "changed since its evidence (gpu.json)")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"""Double."""', '"""Return twice x."""'),
+        ("    place = ", "    # A comment.\n\n    place = "),
+        ("return FACTOR * x", "return (FACTOR *\n            x)"),
+        ("tl.store(y_ptr + i, tl.load(x_ptr + i))", "tl.store(y_ptr + i, 0.0)"),
+    ],
+    ids=["docstring", "comment", "format", "another kernel"],
+)
+def test_what_decides_no_bits_keeps_evidence(folder, old, new):
+    write_evidence(folder)
+
+    replaced(folder / "kernels.py", old, new)
+
+    assert judged(folder)["double 64"][0] == "pass"
+
+
+def test_a_constant_of_another_file_belongs_to_a_kernel(folder):
+    before = Sources(folder).fingerprint((COPY,), {})
+
+    (folder / "shapes.py").write_text("STRIP = 128\n")
+
+    assert Sources(folder).fingerprint((COPY,), {}) != before
+
+
+def test_a_kernel_in_no_variant_fails_until_it_is_owed(folder):
+    replaced(
+        folder / "kernels.py",
+        "def double(",
+        "@triton.jit\ndef _new_kernel(x):\n    pass\n\n\ndef double(",
+    )
+    write_evidence(folder)
+
+    assert judged(folder)["kernels.py:_new_kernel"] == (
+        "fail",
+        "a @triton.jit function in no variant",
+    )
+
+    (folder / "evidence" / "debts.json").write_text('{"kernels.py:_new_kernel": "written today"}')
+    verdict, note = judged(folder)["kernels.py:_new_kernel"]
+    assert (verdict, note) == (
+        "not_run",
+        "a @triton.jit function in no variant; owed: written today",
+    )
+
+
+def test_only_decorators_of_triton_make_a_kernel(folder):
+    (folder / "other.py").write_text("import numba\n\n@numba.jit\ndef f(x):\n    return x\n")
+
+    assert not any(kernel.startswith("other.py") for kernel in Sources(folder).kernels)
+
+
+def test_a_debt_that_is_paid_or_names_nothing_fails(folder):
+    write_evidence(folder)
+    debts = {DOUBLE: "later", "kernels.py:_gone_kernel": "later"}
+    (folder / "evidence" / "debts.json").write_text(json.dumps(debts))
+
+    found = judged(folder)
+
+    assert found[DOUBLE] == ("fail", "listed as debt, but it has evidence: remove it")
+    assert found["kernels.py:_gone_kernel"][1] == "listed as debt, but it does not exist: remove it"
+
+
+def test_a_race_is_not_excused_by_a_debt(folder):
+    write_evidence(folder, double_64={"different": {"load": 3}, "note": "result 0, byte 4"})
+    (folder / "evidence" / "debts.json").write_text(json.dumps({DOUBLE: "later"}))
+
+    verdict, note = judged(folder)["double 64"]
+
+    assert verdict == "fail"
+    assert note == "raced on gpu G: 3 of 48 load replays differ; result 0, byte 4"
+
+
+def test_a_variant_that_did_not_run_has_no_evidence(folder):
+    write_evidence(folder, double_64={"replays": {}, "different": {}, "note": "RuntimeError: no"})
+
+    assert judged(folder)["double 64"] == ("fail", "not replayed on gpu G: RuntimeError: no")
+
+
+@pytest.mark.parametrize("tree", ["1a2b3c-dirty", ""])
+def test_evidence_of_a_dirty_tree_fails(folder, tree):
+    write_evidence(folder, tree=tree)
+
+    found = judged(folder)
+
+    assert found["gpu.json"][0] == "fail"
+    assert "dirty tree" in found["gpu.json"][1]
+    assert found["double 64"] == ("fail", "no evidence but that of gpu.json")
+
+
+def test_evidence_that_saw_no_planted_fault_fails(folder):
+    write_evidence(folder, planted={"different": {"load": 5, "memory": 0}})
+
+    assert judged(folder)["gpu.json"] == ("fail", "its replays (memory) did not see planted")
+
+
+def test_other_evidence_stands_in(folder):
+    write_evidence(folder, name="a.json")
+    write_evidence(folder, name="b.json", tree="x-dirty")
+
+    assert judged(folder)["double 64"][0] == "pass"
+
+
+def test_owe_lists_what_lacks_evidence_and_drops_what_is_paid(folder, capsys):
+    command = ["check", "determinism", "--registry", str(folder / "registry.py")]
+
+    assert main(command) == 1
+    assert main([*command, "--owe", "no GPU yet"]) == 0
+    assert json.loads((folder / "evidence" / "debts.json").read_text()) == {DOUBLE: "no GPU yet"}
+    assert main(command) == 3
+    write_evidence(folder)
+    assert main(command) == 1
+    assert main([*command, "--owe", "nothing"]) == 0
+    assert not (folder / "evidence" / "debts.json").exists()
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert f"owed: {DOUBLE}" in said
+    assert f"paid: {DOUBLE}" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "have a function variants()"),
+        ("def variants(): return []", "yield at least one"),
+        ("def variants(): return [1]", "yield Variants"),
+        ("def variants(): return 1 / 0", "ZeroDivisionError"),
+        ("def variants(:", "does not load: SyntaxError"),
+        (REGISTRY.replace("_double_kernel", "_gone_kernel"), "no @triton.jit function"),
+        (REGISTRY.replace('seen_by=["memory"],', ""), "seen_by"),
+        (REGISTRY.replace('f"double {block}"', '"double"'), "be unique"),
+        (REGISTRY.replace('{"block": block}', '{"block": {block}}'), "is not JSON"),
+    ],
+)
+def test_registries_that_cannot_be_used_are_refused(folder, capsys, text, message):
+    (folder / "registry.py").write_text(text)
+
+    code = main(["check", "determinism", "--registry", str(folder / "registry.py")])
+
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--registry", "nowhere.py"], "--registry must be a Python file"),
+        (["--owe", " "], "--owe must give the reason"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(capsys, words, message):
+    assert main(["check", "determinism", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[", "{}", '{"check": "parity", "format": 1}'])
+def test_files_that_are_no_evidence_are_refused(folder, text):
+    (folder / "evidence").mkdir()
+    (folder / "evidence" / "gpu.json").write_text(text)
+
+    with pytest.raises(RegistryError, match=r"gpu\.json"):
+        coverage(load(folder / "registry.py", planted()))

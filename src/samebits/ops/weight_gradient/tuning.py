@@ -1,6 +1,7 @@
 """Tile shapes of weight gradients; all that an architecture uses compute the same bits."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,27 @@ class Config:
 UNMEASURED = Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=3, tma=False)
 
 
+class Entry(NamedTuple):
+    """The tile up to a number of rows per expert."""
+
+    # Slots per expert at most, on average.
+    most: float
+    config: Config
+
+
+TABLE: tuple[Entry, ...] = (
+    Entry(
+        float("inf"),
+        Config(block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3, programs=264),
+    ),
+)
+
+
+def every() -> list[Config]:
+    """Return every tile that an architecture with evidence uses."""
+    return [entry.config for entry in TABLE]
+
+
 def heuristic(rows: int, experts: int, device: str) -> Config:
     """Return the tile for ``rows`` slots over ``experts`` experts.
 
@@ -37,4 +59,5 @@ def heuristic(rows: int, experts: int, device: str) -> Config:
     """
     if device != "sm_90":
         return UNMEASURED
-    return Config(block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3, programs=264)
+    per_expert = rows / experts
+    return next(entry.config for entry in TABLE if per_expert <= entry.most)

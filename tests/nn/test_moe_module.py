@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from layers import EXPERTS, HIDDEN, LATENT, MOES, TOKENS, TOPK, make_experts, make_router, tokens
 from samebits import Routing, RoutingRule, experts
 from samebits.nn import Experts, MoE, MoEOutput, Router
+from samebits.nn.sums import Parts, add_parts
 from samebits.testing.numerics import (
     assert_bitwise_equal,
     assert_within_budget,
@@ -124,6 +125,48 @@ def test_identity_experts_return_their_input() -> None:
     probs = router(x).routing.topk_probs
 
     assert_bitwise_equal(layer(x), (probs[:, :1] + probs[:, 1:]) * x)
+
+
+@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
+def test_an_identity_expert_that_no_slot_chose_reads_nothing(poison: float) -> None:
+    ids = torch.tensor([[0, 1], [-1, -1], [5, 5], [3, -1], [0, 5]])
+    x = tokens(5)
+    x[[0, 1, 2, 4]] = poison
+    probs = torch.full((5, 2), 0.5)
+    parts = Parts(torch.zeros(5, HIDDEN), x.requires_grad_(), ids, probs.requires_grad_(), None)
+
+    out = add_parts(parts, range(3, 5), "1.0", torch.float32)
+    d_x, d_probs = torch.autograd.grad(out.sum(), (x, probs))
+
+    chosen = torch.tensor([False, False, False, True, False])
+    assert_bitwise_equal(out[~chosen], torch.zeros(4, HIDDEN))
+    assert_bitwise_equal(out[chosen], 0.5 * x[chosen])
+    assert_bitwise_equal(d_x, torch.where(chosen[:, None], 0.5, 0.0).expand_as(x))
+    assert_bitwise_equal(d_probs[~chosen], torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize("dropped", [-1, EXPERTS + 2])
+def test_a_token_without_slots_gets_zeros_whatever_it_holds(dropped: int) -> None:
+    layer, x = MOES["identity"](), tokens()
+    x[2] = float("inf")
+    ids = layer.router(tokens()).routing.topk_ids
+    ids[2] = dropped
+
+    with torch.no_grad():
+        out = layer(x, topk_ids=ids)
+
+    assert_bitwise_equal(out[2], torch.zeros(HIDDEN))
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["bare", "identity"])
+def test_ids_of_no_expert_are_refused(name: str) -> None:
+    layer, x = MOES[name](), tokens()
+    ids = layer.router(x).routing.topk_ids
+    ids[4, 1] = layer.router.num_experts + 1
+
+    with pytest.raises(ValueError, match="topk_ids must be in"):
+        layer(x, topk_ids=ids)
 
 
 @EVERY

@@ -195,14 +195,16 @@ class MoE(nn.Module):
             shared = self.shared(x, gate, out_dtype=wide, num_valid_tokens=count)
         identity = x.to(dtype) if self.identity_experts else None
         parts = Parts(routed, identity, routing.topk_ids, routing.topk_probs, shared)
-        return add_parts(parts, self.experts.num_experts, self._routed_scaling, dtype)
+        identities = range(self.experts.num_experts, self.router.num_experts)
+        return add_parts(parts, identities, self._routed_scaling, dtype)
 
     def _real(self, routing: Routing) -> Routing:
         """Return the routing with the slots of identity experts dropped."""
         if not self.identity_experts:
             return routing
         real = self.experts.num_experts
-        ids = torch.where(routing.topk_ids < real, routing.topk_ids, -1)
+        ids = routing.topk_ids
+        ids = torch.where((ids >= real) & (ids <= self.router.num_experts), -1, ids)
         return Routing(ids, routing.topk_probs, real)
 
     def _shared_routing(self, x: Tensor, wide: torch.dtype) -> Routing:

@@ -29,12 +29,12 @@ class Parts(NamedTuple):
     shared: Tensor | None
 
 
-def add_parts(parts: Parts, first_identity: int, scaling: str, dtype: torch.dtype) -> Tensor:
+def add_parts(parts: Parts, identity: range, scaling: str, dtype: torch.dtype) -> Tensor:
     """Return the output of a layer from its parts; differentiable once.
 
     Args:
         parts: See ``Parts``.
-        first_identity: Ids from there on are identity experts.
+        identity: Ids of the identity experts.
         scaling: Factor of the routed sum, as text.
         dtype: D, the dtype of the output.
 
@@ -43,21 +43,24 @@ def add_parts(parts: Parts, first_identity: int, scaling: str, dtype: torch.dtyp
 
     Determinism: bitwise repeatable; each row independent of T and of the other rows.
     """
-    arguments = (*parts, first_identity, scaling, DTYPE_NAMES[dtype])
+    arguments = (*parts, identity.start, identity.stop, scaling, DTYPE_NAMES[dtype])
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts):
         out: Tensor = _AddParts.apply(*arguments)  # type: ignore[no-untyped-call]
         return out
     return torch.ops.samebits.add_parts_forward(*arguments)  # type: ignore[no-any-return]
 
 
-def _compute(parts: Parts, first_identity: int, scaling: str, dtype: str) -> Tensor:
+def _compute(parts: Parts, start: int, stop: int, scaling: str, dtype: str) -> Tensor:
     total, wide = parts.routed, parts.routed.dtype
     if parts.x is not None:
-        probs = torch.where(parts.topk_ids >= first_identity, parts.topk_probs.to(wide), 0.0)
+        chosen = (parts.topk_ids >= start) & (parts.topk_ids < stop)
+        probs = torch.where(chosen, parts.topk_probs.to(wide), 0.0)
         weight = torch.zeros_like(probs[:, 0])
         for column in probs.unbind(1):
             weight = weight + column
-        total = total + weight[:, None] * parts.x.to(wide)
+        # A weight of 0 would not keep an infinite or NaN token out.
+        x = torch.where(chosen.any(1)[:, None], parts.x.to(wide), 0.0)
+        total = total + weight[:, None] * x
     factor = float(scaling)
     if factor != 1.0:
         total = total * factor
@@ -67,7 +70,7 @@ def _compute(parts: Parts, first_identity: int, scaling: str, dtype: str) -> Ten
 
 
 _PARTS = "Tensor routed, Tensor? x, Tensor topk_ids, Tensor topk_probs, Tensor? shared"
-_OPTIONS = "int first_identity, str scaling, str dtype"
+_OPTIONS = "int start, int stop, str scaling, str dtype"
 # Positions of the differentiable parts; topk_ids (2) has no gradient.
 _DIFFERENTIABLE = (0, 1, 3, 4)
 torch.library.define("samebits::add_parts_forward", f"({_PARTS}, {_OPTIONS}) -> Tensor")
@@ -87,18 +90,18 @@ def _forward(*arguments: Any) -> Tensor:
 @torch.library.register_fake("samebits::add_parts_forward")  # type: ignore[untyped-decorator]
 def _forward_fake(*arguments: Any) -> Tensor:
     routed: Tensor = arguments[0]
-    return routed.new_empty(routed.shape, dtype=DTYPES[arguments[7]])
+    return routed.new_empty(routed.shape, dtype=DTYPES[arguments[8]])
 
 
 @torch.library.impl("samebits::add_parts_backward", "CompositeExplicitAutograd")
 def _backward(dout: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    wanted = arguments[8]
+    wanted = arguments[9]
     tensors = list(arguments[:5])
     chosen = [i for i, want in zip(_DIFFERENTIABLE, wanted, strict=True) if want]
     for i in chosen:
         tensors[i] = tensors[i].detach().requires_grad_()
     with torch.enable_grad():
-        out = _compute(Parts(*tensors), *arguments[5:8])
+        out = _compute(Parts(*tensors), *arguments[5:9])
         grads = torch.autograd.grad(
             out, [tensors[i] for i in chosen], dout, allow_unused=True, materialize_grads=True
         )
@@ -113,7 +116,7 @@ def _backward(dout: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 def _backward_fake(dout: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     return tuple(
         torch.empty_like(arguments[i]) if want else dout.new_empty(0)
-        for i, want in zip(_DIFFERENTIABLE, arguments[8], strict=True)
+        for i, want in zip(_DIFFERENTIABLE, arguments[9], strict=True)
     )
 
 
@@ -133,7 +136,7 @@ class _AddParts(torch.autograd.Function):
         grads = torch.ops.samebits.add_parts_backward(
             douts[0], *ctx.saved_tensors, *ctx.options, wanted
         )
-        result: list[Tensor | None] = [None] * 8
+        result: list[Tensor | None] = [None] * 9
         for place, want, grad in zip(_DIFFERENTIABLE, wanted, grads, strict=True):
             result[place] = grad if want else None
         return tuple(result)

@@ -1,6 +1,7 @@
 """Whole audits, in processes of their own: of planted compilers, of two programs by inductor."""
 
 import json
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from samebits.checks.compile.target import Target
 pytestmark = pytest.mark.reference
 
 KNOWN_BAD = "samebits.checks.compile.known_bad"
+RIGHT = "planted_compilers:right"
 
 
 def verdicts(found):
@@ -120,18 +122,41 @@ def test_what_cannot_travel_is_refused():
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        [],
-        ["--self-test", "planted_compilers:right"],
-        ["no_such_module:f"],
-        ["planted_compilers:right", "--number", "nothing"],
-        ["planted_compilers:right", "--budget", "0"],
+        ([], "give either TARGET or --self-test"),
+        (["--self-test", RIGHT], "give either TARGET or --self-test"),
+        (["--self-test", "--first"], "--first has no effect with --self-test"),
+        ([RIGHT, "--budget", "0"], "must be greater than 0, got 0"),
+        ([RIGHT, "--budget", "soon"], "invalid seconds value: 'soon'"),
+        ([RIGHT, "--remedies", "all"], "unrecognized arguments: --remedies all"),
+        (
+            [RIGHT, "--reproducer", "no/such/folder/r.py"],
+            "must name a file in a folder that exists",
+        ),
+        ([RIGHT, "--reproducer", "r.py", "--no-remedies"], "has no effect with --no-remedies"),
+        ([RIGHT, "--number", "nothing"], "unknown number 'nothing'; expected one of 'limit'"),
+        (["programs:clamped_swiglu", "--inputs", "programs:failing_inputs"], "raises KeyError"),
     ],
 )
-def test_usage_errors_exit_with_2(arguments, capsys):
+def test_usage_errors_exit_with_2(arguments, message, capsys):
     assert cli.main(["check", "compile", *arguments]) == 2
-    assert capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+def test_a_compile_cache_that_cannot_be_written_to_is_a_usage_error(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+
+    assert cli.main(["check", "compile", RIGHT]) == 2
+    assert "must be a folder that can be written to" in capsys.readouterr().err
+
+
+def test_no_folder_for_temporary_files_is_a_usage_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+
+    assert cli.main(["check", "compile", RIGHT]) == 2
+    assert "no folder for the caches of the audit" in capsys.readouterr().err
 
 
 def test_the_clamped_swiglu_is_found_with_this_torch_or_mended_by_it():

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from samebits.checks.compile.job import Job
+from samebits.checks.compile.place import candidates
 from samebits.checks.compile.survey import guarded, survey
 from samebits.checks.compile.target import Target, guess_inputs, load
-from samebits.checks.compile.values import candidates
 
 pytestmark = pytest.mark.reference
 

@@ -1,8 +1,10 @@
 """The audit of one callable: survey, sequences in two lanes, remedies and a reproducer."""
 
+import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from pickle import PicklingError
@@ -12,17 +14,42 @@ from samebits import env
 from samebits.checks.compile import process, transport
 from samebits.checks.compile.follow_up import follow_up
 from samebits.checks.compile.job import OUT_OF_BUDGET, Job
-from samebits.checks.compile.lanes import Tell, run_lanes
-from samebits.checks.compile.process import Deadline
-from samebits.checks.compile.record import Audit, Number
+from samebits.checks.compile.process import Deadline, Tell, run_lanes
+from samebits.checks.compile.record import Audit, Surveyed
 from samebits.checks.compile.sequence import Option, plan
 from samebits.checks.compile.target import Factory, Target, TargetError, guess_inputs
-from samebits.errors import unknown
+from samebits.errors import must, unknown
 
 
 def silence(line: str) -> None:
     """Tell nobody."""
     del line
+
+
+@contextmanager
+def new_folder() -> Iterator[Path]:
+    """Give a folder for the jobs and caches of one audit, removed afterwards.
+
+    Raises:
+        TargetError: Neither it nor the compile cache of the user can be written to.
+    """
+    if kept := env.variables().get("TORCHINDUCTOR_CACHE_DIR"):
+        # The compiled headers of torch are kept there; everything else goes into the folder.
+        try:
+            Path(kept).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=kept).close()
+        except OSError as error:
+            rule = must("TORCHINDUCTOR_CACHE_DIR", "be a folder that can be written to", repr(kept))
+            raise TargetError(f"{rule} ({error})") from error
+    try:
+        made = tempfile.mkdtemp(prefix="samebits-compile-")
+    except OSError as error:
+        raise TargetError(f"no folder for the caches of the audit: {error}") from error
+    try:
+        yield Path(made)
+    finally:
+        # A worker that was killed may leave a compiler that still writes.
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def audit(
@@ -50,14 +77,14 @@ def audit(
         TargetError: The target or its inputs cannot be used, or a path in ``only`` is unknown.
     """
     if folder is None:
-        with tempfile.TemporaryDirectory(prefix="samebits-compile-") as made:
+        with new_folder() as made:
             return audit(
                 target,
                 only=only,
                 budget=budget,
                 stop_at_first=stop_at_first,
                 remedies=remedies,
-                folder=Path(made),
+                folder=made,
                 tell=tell,
             )
     deadline = Deadline(budget)
@@ -94,7 +121,7 @@ def audit(
 
 def _note_survey(found: Audit, survey: Mapping[str, Any], only: Sequence[str]) -> None:
     numbers = [
-        Number(n["path"], n["kind"], tuple(n["values"]), n["note"]) for n in survey["numbers"]
+        Surveyed(n["path"], n["kind"], tuple(n["values"]), n["note"]) for n in survey["numbers"]
     ]
     paths = [number.path for number in numbers]
     for path in only:
@@ -139,8 +166,8 @@ def audit_compile(
     """
     factory = make_inputs or (lambda: guess_inputs(function))
     name = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
-    with tempfile.TemporaryDirectory(prefix="samebits-compile-") as made:
-        packed = Path(made) / "target.pickle"
+    with new_folder() as made:
+        packed = made / "target.pickle"
         try:
             packed.write_bytes(transport.pack((function, factory)))
         except (TypeError, AttributeError, PicklingError) as error:
@@ -152,7 +179,7 @@ def audit_compile(
             budget=budget,
             stop_at_first=stop_at_first,
             remedies=remedies,
-            folder=Path(made),
+            folder=made,
         )
 
 

@@ -5,12 +5,13 @@ import json
 import sys
 from pathlib import Path
 
-from samebits.checks.compile import describe, report
+from samebits.checks.compile import report
 from samebits.checks.compile.audit import audit, progress
 from samebits.checks.compile.record import Audit
 from samebits.checks.compile.self_test import self_test
 from samebits.checks.compile.target import Target, TargetError
 from samebits.checks.result import EXIT_CODES, NOTHING_RUN, USAGE, exit_code, print_results
+from samebits.errors import must
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="vary only this number; may be repeated; default: all that reach the target",
     )
-    add("--budget", type=_seconds, metavar="SECONDS", help="stop then; the rest is not_run")
+    add("--budget", type=seconds, metavar="SECONDS", help="stop then; the rest is not_run")
     add("--first", action="store_true", help="stop at the first wrong call")
     add("--no-remedies", action="store_true", help="try no ways out, and write no reproducer")
     add("--reproducer", metavar="FILE", help="where to write the reproducer; default: printed")
@@ -49,17 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="one JSON object (with --self-test one a line)")
 
 
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
+def seconds(text: str) -> float:
+    """Return the number of seconds that ``text`` says."""
+    value = float(text)
+    if not value > 0:
         raise argparse.ArgumentTypeError(f"must be greater than 0, got {text}")
-    return seconds
+    return value
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the audit, print what it found, and return the exit code."""
-    if arguments.self_test == (arguments.target is not None):
-        print("samebits check compile: give either TARGET or --self-test", file=sys.stderr)
+    if refusal := _refusal(arguments):
+        print(f"samebits check compile: {refusal}", file=sys.stderr)
         return USAGE
     try:
         if arguments.self_test:
@@ -80,6 +82,24 @@ def main(arguments: argparse.Namespace) -> int:
     return _show(found, arguments)
 
 
+def _refusal(arguments: argparse.Namespace) -> str:
+    """Return what is wrong with the arguments together; nothing is accepted and ignored."""
+    if arguments.self_test == (arguments.target is not None):
+        return "give either TARGET or --self-test"
+    alone = ("inputs", "number", "first", "no_remedies", "reproducer")
+    if arguments.self_test and (given := [name for name in alone if getattr(arguments, name)]):
+        return f"--{given[0].replace('_', '-')} has no effect with --self-test"
+    path = arguments.reproducer
+    if path is None:
+        return ""
+    if arguments.no_remedies:
+        return "--reproducer has no effect with --no-remedies, which writes none"
+    # An audit takes minutes: its report must not be lost at the end.
+    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+        return must("--reproducer", "name a file in a folder that exists", repr(path))
+    return ""
+
+
 def _show(found: Audit, arguments: argparse.Namespace) -> int:
     verdicts = report.results(found)
     source = (found.reproducer or {}).get("source")
@@ -89,7 +109,7 @@ def _show(found: Audit, arguments: argparse.Namespace) -> int:
         print(json.dumps(report.to_json(found)))
     else:
         print_results(verdicts, as_json=False)
-        print(describe.text(found, reproducer=arguments.reproducer))
+        print(report.text(found, reproducer=arguments.reproducer))
     if not found.numbers and "survey" not in found.unfinished:
         print("no number reaches the target: nothing can go stale", file=sys.stderr)
         return NOTHING_RUN

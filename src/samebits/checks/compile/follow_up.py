@@ -8,8 +8,7 @@ from typing import Any
 
 from samebits.checks.compile import process
 from samebits.checks.compile.job import OUT_OF_BUDGET, Job, StepRecord
-from samebits.checks.compile.lanes import Tell, run_lanes
-from samebits.checks.compile.process import Deadline
+from samebits.checks.compile.process import Deadline, Tell, run_lanes
 from samebits.checks.compile.record import Audit
 from samebits.checks.compile.remedies import REMEDIES
 from samebits.checks.compile.sequence import Scenario

@@ -1,17 +1,23 @@
-"""Start workers, follow what they say, stop them at the deadline, go on after one that died."""
+"""Start workers, follow what they say, stop them at the deadline, go on after one that died.
+
+Sequences run in lanes beside each other, each lane in a fresh process and then in one on its cache.
+"""
 
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from samebits import env
 from samebits.checks.compile.job import OUT_OF_BUDGET, Job, StepRecord
-from samebits.checks.compile.sequence import Scenario
+from samebits.checks.compile.sequence import Phase, Scenario
+
+Tell = Callable[[str], None]
 
 _POLL_SECONDS = 0.05
 _WORKER = "samebits.checks.compile.worker"
@@ -80,6 +86,51 @@ def run(job: Job, deadline: Deadline, *, stop_at_first: bool = False) -> Answer:
         part = replace(job, scenarios=tuple(left), output=f"{job.output}.{turn}")
         left = _run_part(part, deadline, stop_at_first, answer)
     return answer
+
+
+def run_lanes(
+    lanes: Sequence[Sequence[Scenario]],
+    job: Job,
+    deadline: Deadline,
+    *,
+    stop_at_first: bool = False,
+    tell: Tell,
+) -> list[Answer]:
+    """Return what the workers of every lane said, each lane in its own order.
+
+    Args:
+        lanes: Scenarios that share a process.
+        job: What else the workers are told.
+        deadline: Workers are killed then.
+        stop_at_first: End a lane at its first wrong call.
+        tell: Takes a line for each phase that begins.
+    """
+
+    def lane(index: int) -> list[Answer]:
+        work = replace(job, scenarios=tuple(lanes[index]), output=f"{job.output}-{index}")
+        return list(_phases(work, deadline, stop_at_first, tell))
+
+    with ThreadPoolExecutor(max(1, len(lanes))) as pool:
+        answers = list(pool.map(lane, range(len(lanes))))
+    return [answer for of_lane in answers for answer in of_lane]
+
+
+def _phases(job: Job, deadline: Deadline, stop_at_first: bool, tell: Tell) -> Iterator[Answer]:
+    first: dict[str, dict[str, float]] = {}
+    phases: tuple[Phase, ...] = ("fresh", "warm")
+    for phase in phases:
+        if not job.scenarios:
+            return
+        tell(f"{len(job.scenarios)} sequences, dynamic={job.scenarios[0].dynamic}, {phase} cache")
+        output = Path(job.output)
+        work = replace(
+            job, phase=phase, first=first, output=str(output.with_name(f"{output.name}-{phase}"))
+        )
+        answer = run(work, deadline, stop_at_first=stop_at_first)
+        yield answer
+        if stop_at_first and any(step.wrong for step in answer.steps):
+            return
+        first = {step.scenario: step.first for step in answer.steps if step.first}
 
 
 def _run_part(

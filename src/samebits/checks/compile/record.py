@@ -9,7 +9,7 @@ from samebits.checks.compile.sequence import Scenario
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class Surveyed:
     """A number that reaches the callable, and what the survey says of it."""
 
     path: str
@@ -25,7 +25,7 @@ class Audit:
 
     target: str
     versions: Mapping[str, str | None]
-    numbers: list[Number] = field(default_factory=list)
+    numbers: list[Surveyed] = field(default_factory=list)
     scenarios: list[Scenario] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     # Scenario -> why it was not finished; pairs left out and shapes or gradients not tried, too.

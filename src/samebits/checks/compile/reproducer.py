@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from samebits.checks.compile import literal, survey
+from samebits.checks.compile import survey
 from samebits.checks.compile.discover import argument_name, leaves, original
 from samebits.checks.compile.job import Job, StepRecord
 from samebits.checks.compile.sequence import Scenario, Step
-from samebits.checks.compile.source import copied, imported
+from samebits.checks.compile.source import copied, imported, literal
 from samebits.checks.compile.target import load
 
 _SCRIPT = '''\
@@ -113,7 +113,7 @@ def write(job: Job) -> dict[str, Any]:
     code = imported(job.target, function)
     if job.inline:
         code = copied(function)
-        made = [f"{literal.of(list(c.args))}, {literal.of(c.kwargs)}" for c in calls]
+        made = [f"{literal(list(c.args))}, {literal(c.kwargs)}" for c in calls]
     paths = [option.path for option in scenario.options]
     processes = _calls(scenario, fault)
     name = "target"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from samebits import env
 from samebits.checks.compile.audit import audit
-from samebits.checks.compile.lanes import Tell
+from samebits.checks.compile.process import Tell
 from samebits.checks.compile.record import Audit
 from samebits.checks.compile.target import Target
 from samebits.checks.result import Result, Verdict

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from samebits.checks.compile.values import Number
+from samebits.checks.compile.place import Number
 
 Phase = Literal["fresh", "warm"]
 

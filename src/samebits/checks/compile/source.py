@@ -1,7 +1,8 @@
-"""The source of a function with everything that it needs, or the lines that import it."""
+"""The source of a function with all that it needs, or lines that import it; and of its inputs."""
 
 import ast
 import inspect
+import math
 import sys
 import textwrap
 import types
@@ -13,6 +14,9 @@ import torch
 from samebits.checks.compile.discover import original
 from samebits.checks.compile.target import Target
 from samebits.checks.compile.transport import names_used
+
+# Tensors of more elements are written as random ones of their kind.
+_LARGEST = 64
 
 
 class Code(NamedTuple):
@@ -161,3 +165,45 @@ def _source(definition: Any) -> str:
     if not whole:
         raise ValueError(f"{definition!r} is part of another statement")
     return "\n".join(text.splitlines()[node.lineno - 1 :])
+
+
+def literal(value: Any) -> str:
+    """Return an expression for ``value``.
+
+    Raises:
+        ValueError: There is none, as for an object of a class.
+    """
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return repr(value)
+    if type(value) is dict:
+        return "{" + ", ".join(f"{k!r}: {literal(v)}" for k, v in value.items()) + "}"
+    if type(value) is list:
+        return "[" + ", ".join(literal(item) for item in value) + "]"
+    if type(value) is tuple:
+        return "(" + "".join(f"{literal(item)}, " for item in value) + ")"
+    raise ValueError(f"an input of type {type(value).__name__} has no source")
+
+
+def _tensor(value: torch.Tensor) -> str:
+    device = "" if value.device.type == "cpu" else f', device="{value.device.type}"'
+    if value.numel() <= _LARGEST and value.isfinite().all():
+        return (
+            f"torch.tensor({_digits(value.detach().cpu().tolist())}, dtype={value.dtype}{device})"
+        )
+    shape = tuple(value.shape)
+    if value.is_floating_point():
+        scale = float(value.detach().float().std())
+        return f"(torch.randn({shape}{device}) * {scale:.3g}).to({value.dtype})"
+    if value.dtype == torch.bool:
+        return f"torch.rand({shape}{device}) > 0.5"
+    return f"torch.randint({int(value.min())}, {int(value.max()) + 1}, {shape}{device})"
+
+
+def _digits(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_digits(item) for item in value) + "]"
+    return f"{value:.4g}" if isinstance(value, float) else repr(value)

@@ -20,7 +20,7 @@ from samebits.checks.compile.compare import allowed_for, effect
 from samebits.checks.compile.discover import Call
 from samebits.checks.compile.evaluate import Wanted, attempt, evaluate, grown
 from samebits.checks.compile.job import Job
-from samebits.checks.compile.place import Place, kind_of
+from samebits.checks.compile.place import WANTED, Number, Place, candidates, kind_of
 from samebits.checks.compile.target import (
     Factory,
     TargetError,
@@ -28,7 +28,6 @@ from samebits.checks.compile.target import (
     load,
     make,
 )
-from samebits.checks.compile.values import WANTED, Number, candidates
 from samebits.checks.result import FOREIGN_ERRORS
 
 Tensors = dict[str, torch.Tensor]

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,7 +22,6 @@ import torch
 
 from samebits import env
 from samebits.checks.compile import remedies, reproducer, survey
-from samebits.checks.compile.candidate import Candidate
 from samebits.checks.compile.compare import Comparison, allowed_for, compare, distance
 from samebits.checks.compile.detectors import Detectors, graphs
 from samebits.checks.compile.discover import Call, leaves
@@ -125,9 +125,8 @@ def run(
     with _empty_compiler(job.cache_of(scenario)), _dynamic(session, scenario):
         expected = _expected(session, steps, wanted)
         with remedies.settings(remedy.settings):
-            candidate, reason = attempt(
-                lambda: Candidate(session.calls[0], scenario, remedy, compiled=job.compiled)
-            )
+            make = partial(remedies.Candidate, session.calls[0], scenario, remedy)
+            candidate, reason = attempt(lambda: make(compiled=job.compiled))
             if reason:
                 emit(StepRecord(scenario.name, job.phase, 0, error=reason))
                 return
@@ -158,7 +157,7 @@ def run(
 
 
 def _call(
-    candidate: Candidate,
+    candidate: remedies.Candidate,
     call: Call,
     step: Step,
     wanted: Wanted | None,
@@ -216,7 +215,7 @@ def _restore(session: Session, scenario: Scenario) -> None:
         session.set(Step({option.path: option.values[0] for option in scenario.options}, shape))
 
 
-def _time(candidate: Candidate, call: Call, wanted: Wanted | None) -> float:
+def _time(candidate: remedies.Candidate, call: Call, wanted: Wanted | None) -> float:
     """Return the median time of a call with its graph already compiled, in microseconds."""
     times = []
     for _ in range(_TIMED_CALLS):

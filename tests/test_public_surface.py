@@ -25,6 +25,8 @@ PUBLIC = [
     "UnsupportedError",
     "experts",
     "explain",
+    "from_hf_config",
+    "from_megatron_args",
     "grouped_experts",
 ]
 # Loaded only by what uses them.

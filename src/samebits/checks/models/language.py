@@ -5,15 +5,14 @@
 | language_model | log p of every target token against the error budget |
 | control | the same with each sequence on its own: one implementation at another batch size |
 
-A signed mean hides everything, so the figures are mean |Δ|, p95, p99, max and the share of tokens
-whose probability moves by a tenth or more.
+The figures are those of ``samebits.checks.logprobs.figures``.
 """
 
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
+from samebits.checks.logprobs.figures import figures
 from samebits.checks.models.finding import Finding
 from samebits.checks.models.outcome import THE_CLASS, About, spell, verdict_of
 from samebits.checks.models.protocol import (
@@ -30,8 +29,6 @@ CASE, CONTROL = "language_model", "control"
 QUANTITY = "log_probs"
 # Nats that ablating the experts must cost; below, the model says nothing about its experts.
 ABLATION = 0.5
-# exp(Δ) outside these bounds moves a token's probability by a tenth or more.
-_BOUNDS = (0.9, 1.1)
 
 
 def judge_language(
@@ -82,31 +79,16 @@ def _judge_dtype(
             yield about.finding("all", verdict, note=spell(error))
             continue
         about = about._replace(evidence=evidence)
-        values = figures(whole, exact) | {
+        values = figures(list(whole.double() - exact.double())) | {
             "ablation": case.ablation,
             "flips": flips.flipped,
             "choices": flips.choices,
         }
         yield about.judged(QUANTITY, judge(whole, plain, exact, dtype), _note(values), values)
-        values = figures(split, whole)
+        values = figures(list(split.double() - whole.double()))
         yield about._replace(case=CONTROL).judged(
             QUANTITY, judge(split, plain, exact, dtype), _note(values), values
         )
-
-
-def figures(log_probs: Tensor, exact: Tensor) -> dict[str, float]:
-    """Return mean, p95, p99 and max of |Δ log p|, and the share of exp(Δ) outside [0.9, 1.1]."""
-    change = log_probs.double() - exact.double()
-    size = change.abs().flatten()
-    ratio = change.exp()
-    outside = (ratio < _BOUNDS[0]) | (ratio > _BOUNDS[1]) | ratio.isnan()
-    return {
-        "mean": float(size.mean()),
-        "p95": float(size.quantile(0.95)),
-        "p99": float(size.quantile(0.99)),
-        "max": float(size.max()),
-        "outside_share": float(outside.double().mean()),
-    }
 
 
 def _note(values: dict[str, float]) -> str:

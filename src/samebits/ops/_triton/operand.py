@@ -28,7 +28,13 @@ def weight_operand(
 def row_operand(rows: Tensor, box: tuple[int, int] | None) -> tuple[Any, bool]:
     """Return ``(operand, described)`` of contiguous (R, K) rows; see ``weight_operand``."""
     unit = 16 // rows.element_size()
-    if box is None or rows.data_ptr() % 16 or rows.stride(0) % unit or rows.stride(1) != 1:
+    if (
+        box is None
+        or rows.numel() == 0
+        or rows.data_ptr() % 16
+        or rows.stride(0) % unit
+        or rows.stride(1) != 1
+    ):
         return rows, False
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), list(box)), True
 

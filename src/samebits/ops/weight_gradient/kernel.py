@@ -159,7 +159,7 @@ def launch_weight_gradient(
     work = experts * triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     if work == 0:
         return dw
-    described = left_described and right_described and a.shape[0] > 0
+    described = left_described and right_described
     _weight_gradient_kernel[(min(work, config.programs),)](
         left if described else a, a, a.stride(0), right if described else b, b, b.stride(0),
         dw_seen, *dw_seen.stride(), order, offsets, experts, m, n,

@@ -1,10 +1,15 @@
 """Evidence of determinism, by syntax: what makes it old, what has none, what a debt excuses."""
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from samebits import env
+from samebits.checks.determinism.command import OURS
 from samebits.checks.determinism.coverage import coverage, fingerprint
 from samebits.checks.determinism.planted import planted
 from samebits.checks.determinism.source import Sources
@@ -292,12 +297,40 @@ def test_registries_that_cannot_be_used_are_refused(folder, capsys, text, messag
     ("words", "message"),
     [
         (["--registry", "nowhere.py"], "--registry must be a Python file"),
+        (["--out", "x.json"], "--out must come with --replay"),
+        (["--replay"], "--replay must come with --out"),
         (["--owe", " "], "--owe must give the reason"),
+        (["--replays", "0"], "--replays must be >= 1"),
+        (["--replay", "--out", "x", "--only", "nothing"], "--only must name a variant"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(capsys, words, message):
     assert main(["check", "determinism", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_every_kernel_of_ours_has_evidence_or_is_owed():
+    start = time.process_time()
+
+    results = coverage(load(OURS, planted())).results
+
+    assert [f"{r.backend} {r.case}: {r.note}" for r in results if r.verdict == "fail"] == []
+    assert time.process_time() - start < 5
+
+
+def test_coverage_needs_neither_triton_nor_git():
+    script = (
+        "import sys; sys.modules['triton'] = None; from samebits.cli import main;"
+        "code = main(['check', 'determinism', '--list']);"
+        "sys.exit(code)"
+    )
+    command = [sys.executable, "-c", script]
+    environment = env.for_child(PYTHONPATH=str(SOURCE), PATH="")
+
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+    assert run.returncode == 0, run.stderr
+    assert "fused bf16 plain" in run.stdout
 
 
 @pytest.mark.parametrize("text", ["[", "{}", '{"check": "parity", "format": 1}'])

@@ -6,12 +6,15 @@ Inputs hold negative zeros and NaNs with payloads, whose bytes the replays compa
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from samebits.activation import Activation
 from samebits.experts import experts
+from samebits.ops.indirect_gemm import tuning
+from samebits.ops.indirect_gemm.tuning import Config
 from samebits.problem import DTYPES, Problem
 from samebits.routing import Routing
 from samebits.testing.inputs import options_of
@@ -33,7 +36,7 @@ def layer(
     draw = _Draw(device, tokens)
     dtype = DTYPES[problem.dtype]
     x = _with_odd_rows(draw.normal(tokens, problem.H).to(dtype))
-    ids = draw.uniform(tokens, problem.experts).topk(problem.K).indices
+    ids = draw.choices(tokens, problem.experts, problem.K)
     probs = draw.uniform(tokens, problem.K) + 0.05
     count = None
     if problem.counted:
@@ -52,6 +55,19 @@ def layer(
         for tensor in wanted:
             tensor.requires_grad_()
     return call
+
+
+def layer_with_tiles(
+    problem: Problem, tokens: int, tiles: tuple[Config, Config], device: torch.device
+) -> Call:
+    """Return ``layer`` by the fused backend with other tiles than those of the table."""
+    call = layer(problem, tokens, "fused", device)
+
+    def forced() -> Any:
+        with mock.patch.object(tuning, "heuristic", return_value=tiles):
+            return call()
+
+    return forced
 
 
 def sort(slots: int, experts_: int, block_r: int, device: torch.device) -> Call:
@@ -83,7 +99,7 @@ def move(tokens: int, hidden: int, topk: int, dtype: torch.dtype, device: torch.
     from samebits.ops.permute import combine, permute, sort_slots
 
     draw = _Draw(device, tokens)
-    ids = draw.uniform(tokens, 64).topk(topk).indices
+    ids = draw.choices(tokens, 64, topk)
     ids[draw.uniform(tokens, topk) < 0.1] = -1
     x = _with_odd_rows(draw.normal(tokens, hidden).to(dtype)).requires_grad_()
     probs = (draw.uniform(tokens, topk) + 0.05).requires_grad_()
@@ -144,6 +160,10 @@ class _Draw:
 
     def uniform(self, *shape: int) -> Tensor:
         return torch.rand(shape, device=self._device, generator=self._generator)
+
+    def choices(self, tokens: int, experts: int, topk: int) -> Tensor:
+        # Stable, so that ties are broken alike everywhere.
+        return self.uniform(tokens, experts).sort(stable=True).indices[:, :topk].contiguous()
 
 
 def _seeded(device: torch.device, seed: int = 0) -> torch.Generator:

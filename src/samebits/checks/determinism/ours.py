@@ -64,6 +64,7 @@ def variants() -> Iterator[Variant]:
     yield from _sorts()
     yield from _moves()
     yield from _activations()
+    yield _suspect()
 
 
 def _in(problem: Problem, dtype: str) -> Problem:
@@ -104,6 +105,22 @@ def _fused(family: str, problem: Problem) -> Iterator[Variant]:
             },
             prepare=partial(calls.layer, problem, tokens, "fused", transposed=family in TRANSPOSED),
         )
+
+
+def _suspect() -> Variant:
+    """Return a tile that is in no table: on Triton 3.6.0 and an H200 it raced, now and then."""
+    tile = indirect_tuning.Config(
+        block_r=128, block_n=128, block_k=64, num_warps=8, num_stages=4,
+        swap=True, group=1, programs=1 << 20,
+    )  # fmt: skip
+    second = indirect_tuning.TABLE[-1].second
+    return Variant(
+        name="suspect first projection",
+        kernels=[f"{INDIRECT}_first_projection_kernel"],
+        config={"_first_projection_kernel": asdict(tile)},
+        prepare=partial(calls.layer_with_tiles, _QWEN, 4096, (tile, second)),
+        expected="either",
+    )
 
 
 def _sort_kernels(slots: int) -> list[str]:

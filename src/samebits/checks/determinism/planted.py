@@ -16,8 +16,8 @@ def planted() -> Iterator[Variant]:
     """Yield the planted faults; every registry has them."""
     for name, kernel, options, seen_by in (
         ("sum_atomic", "_sum_atomic_kernel", {}, ("load", "graph", "process")),
-        ("last_writer", "_last_writer_kernel", {"payload": False}, ("load", "graph")),
-        ("last_writer", "_last_writer_kernel", {"payload": True}, ("load", "graph")),
+        ("last_writer", "_last_writer_kernel", {"payload": False}, ("load",)),
+        ("last_writer", "_last_writer_kernel", {"payload": True}, ("load",)),
         ("early_reader", "_early_reader_kernel", {}, ("load",)),
         ("old_memory", "_old_memory_kernel", {}, ("memory",)),
     ):

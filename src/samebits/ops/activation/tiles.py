@@ -141,7 +141,8 @@ def glu_derivative_tile(
     """Return ``(h, dgate, dup)`` in fp32: ``h`` as ``glu_tile``, and the gradients for ``dh``.
 
     The mask of a clamp is ``not (value > limit)``: 1 inside, at the bound and for NaN. Outside,
-    the gradient is exactly 0 whatever ``dh`` holds.
+    the gradient is exactly 0 whatever ``dh`` holds. Masks compare again what a clamp compared:
+    predicates kept from one to the other would not fit.
     """
     clamped = clamp_above(gate, limit) if LIMIT == "pre" else gate
     act, slope = slope_tile(clamped, alpha, gate_cap, KIND)
@@ -154,7 +155,7 @@ def glu_derivative_tile(
         linear = up_cap * bend
         dup = dup * (1.0 - bend * bend)
     if LIMIT != "none":
-        dup = tl.where((up > limit) | (up < -limit), 0.0, dup)
+        dup = tl.where(tl.abs(up) > limit, 0.0, dup)
     if HAS_OFFSET:
         linear = linear + offset
 

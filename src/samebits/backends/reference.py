@@ -27,7 +27,10 @@ def why_not(problem: Problem) -> str | None:
 
 def notes(problem: Problem) -> str | None:
     """Return what is not promised here: bits may depend on T through torch's matrix products."""
-    return "row independence is not promised: torch chooses its matrix product by the row count"
+    return (
+        "row independence is not promised, nor equal bits for (E, 2F, H) and (E, H, 2F) storage: "
+        "torch chooses its matrix product by row count and strides"
+    )
 
 
 def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor]:

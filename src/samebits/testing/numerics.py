@@ -1,16 +1,19 @@
 """The error budget of CONTRACT section 6 and the bitwise assert; the only two ways to compare.
 
-For a set S of elements with exact values e, ``error(S) = rms(value - e) / max|e|``. A value passes
-where, over the whole tensor and over its worst row (parameter gradients: its worst expert, since
-one rounded value on the other side of a clamp moves a whole row of a weight gradient),
+For a set of elements with exact values e, ``error = rms(value - e) / scale``. A value passes where,
+over the whole tensor and over its worst row (parameter gradients: its worst expert, since one
+rounded value on the other side of a clamp moves a whole row of a weight gradient),
 
     error(value) <= 2 * error(plain) + 2 * eps(D)
 
 with ``plain`` the reference's plain loop in D, the worst row of each taken on its own, and eps the
-unit roundoff; in fp64, where the oracle is no better, 64 eps instead of 2. Where the exact values
-of a row are all 0 the value must be exactly 0. A row's scale is its own max|e|; only rows of fewer
-than 16 elements (gradients of probabilities, single sums that may cancel to anything) take the
-tensor's.
+unit roundoff; in fp64, where the oracle is no better, 64 eps instead of 2.
+
+The scale is max|e|, of a row its own, but at least a 16th of the tensor's: a sum that cancels keeps
+the rounding errors of its terms. Rows of fewer than 16 elements (gradients of probabilities, single
+sums that may cancel to anything) take the tensor's. A row that is 0 throughout in the oracle and in
+the plain loop (a dropped token, an expert that nobody chose) must be exactly 0. Where the oracle is
+infinite or NaN the value must be the same; where it is finite the value must be.
 """
 
 from typing import NamedTuple
@@ -19,6 +22,8 @@ import torch
 from torch import Tensor
 
 _SHORT_ROW = 16
+# Smallest scale of a row, as a share of the tensor's.
+_FLOOR = 1 / 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -26,7 +31,8 @@ class Judgement(NamedTuple):
     """The verdict on one tensor: the errors measured, what was allowed, and where it was worst."""
 
     passed: bool
-    # error over the whole tensor, and what the budget allows.
+    # error over the whole tensor, and what the budget allows; inf where a value that must be 0 is
+    # not, or one is finite where it must not be, or the reverse.
     measured: float
     allowed: float
     # error of the worst row (or expert), what the budget allows there, and which row it is.
@@ -60,7 +66,10 @@ def judge(
         per_expert: Take index 0 as the expert and judge each expert instead of each row.
 
     Returns:
-        The judgement; NaN or Inf in ``value`` where ``exact`` is finite never passes.
+        The judgement.
+
+    Raises:
+        ValueError: The three have different shapes.
 
     Determinism: pure function of its arguments.
     """
@@ -71,19 +80,18 @@ def judge(
         return Judgement(
             passed=True, measured=0.0, allowed=0.0, worst_row=0.0, worst_allowed=0.0, row=0
         )
-    value, plain, exact = value.detach(), plain.detach(), exact.detach()
+    value, plain, exact = (tensor.detach().double() for tensor in (value, plain, exact))
     slack = (64 if dtype == torch.float64 else 2) * unit_roundoff(dtype)
     if per_expert:
         value, plain, exact = (t.flatten(1) for t in (value, plain, exact))
-    whole = _errors(value.reshape(1, -1), exact.reshape(1, -1))[0]
-    whole_allowed = 2 * _errors(plain.reshape(1, -1), exact.reshape(1, -1))[0] + slack
-    rows = _errors(_rows(value), _rows(exact))
-    rows_allowed = 2 * _finite_max(_errors(_rows(plain), _rows(exact))) + slack
-    worst = int(torch.nan_to_num(rows, nan=float("inf")).argmax())
-    passed = bool(whole <= whole_allowed) and bool(rows[worst] <= rows_allowed)
-    return Judgement(
-        passed, float(whole), float(whole_allowed), float(rows[worst]), float(rows_allowed), worst
-    )
+    whole, whole_plain = _errors(*(t.reshape(1, -1) for t in (value, plain, exact)))
+    rows, rows_plain = _errors(*(_rows(t) for t in (value, plain, exact)))
+    whole_allowed = 2 * float(whole_plain[0]) + slack
+    rows_allowed = 2 * float(rows_plain.amax()) + slack
+    worst = int(rows.argmax())
+    measured, worst_row = float(whole[0]), float(rows[worst])
+    passed = measured <= whole_allowed and worst_row <= rows_allowed
+    return Judgement(passed, measured, whole_allowed, worst_row, rows_allowed, worst)
 
 
 def relative_error(value: Tensor, exact: Tensor) -> float:
@@ -98,19 +106,26 @@ def _rows(value: Tensor) -> Tensor:
     return value.reshape(-1, value.shape[-1]) if value.dim() > 1 else value.reshape(1, -1)
 
 
-def _errors(value: Tensor, exact: Tensor) -> Tensor:
-    """Return rms error over max of each row; a row that must be 0 and is not has error inf."""
-    value, exact = value.double(), exact.double()
-    rms = (value - exact).square().mean(-1).sqrt()
-    scale = exact.abs().amax(-1)
-    if exact.shape[-1] < _SHORT_ROW:
-        scale = torch.where(scale > 0, scale.amax(), scale)
-    relative = torch.where(scale > 0, rms / scale, torch.where(rms == 0, 0.0, float("inf")))
-    return torch.where(torch.isnan(rms), float("inf"), relative)
+def _errors(value: Tensor, plain: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the error of each row of ``value`` and of ``plain`` (module docstring)."""
+    finite = exact.isfinite()
+    same = (value == exact) | (value.isnan() & exact.isnan())
+    wrong = torch.where(finite, ~value.isfinite(), ~same).any(-1)
+    error, noise = (_rms(t, exact, finite & t.isfinite()) for t in (value, plain))
+    scale = torch.where(finite, exact.abs(), 0.0).amax(-1)
+    zero = (scale == 0) & (noise == 0)
+    # Where everything must cancel, what the plain loop leaves is the only scale there is.
+    largest = torch.where(scale.amax() > 0, scale.amax(), noise.amax())
+    floor = largest if exact.shape[-1] < _SHORT_ROW else _FLOOR * largest
+    scale = torch.maximum(scale, floor)
+    wrong = wrong | (zero & (error > 0))
+    # A scale of 0 is one of rows that are 0.
+    scale = torch.where(scale > 0, scale, 1.0)
+    return torch.where(wrong, float("inf"), error / scale), noise / scale
 
 
-def _finite_max(errors: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(errors), errors, 0.0).amax()
+def _rms(value: Tensor, exact: Tensor, where: Tensor) -> Tensor:
+    return torch.where(where, value - exact, 0.0).square().mean(-1).sqrt()
 
 
 def assert_within_budget(

@@ -29,7 +29,10 @@ def notes(problem: Problem) -> str | None:
     """Return what is not promised: on CPU, bits may depend on T through torch's matrix products."""
     if problem.device != "cpu":
         return None
-    return "row independence is not promised: torch chooses its matrix product by the row count"
+    return (
+        "row independence is not promised, nor equal bits for (E, 2F, H) and (E, H, 2F) storage: "
+        "torch chooses its matrix product by row count and strides"
+    )
 
 
 def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor]:

@@ -1,144 +1,262 @@
-"""Time the whole layer, forward, over the model shapes; print ms and the fraction of the floor.
+"""Time the whole layer, forward, beside its peers: ms, fraction of the floors, ratio to the best.
 
-    python benchmarks/layer.py --out results.json [--shapes …] [--tokens 1,16,…] [--stages]
+    ./run bench --layer --quick                    # ten cells, about two minutes
+    ./run bench --layer [--shapes …] [--tokens …] [--routings uniform,zipf,one] [--options]
 
+Each candidate is checked against fp64 first: the worst of eight rows within 6e-3 (peers: 2e-2).
 Times are medians of CUDA-graph replays that rotate through several routings, so that few-token
-weights do not come from the cache. floor = max(FLOP / 790 TFLOP/s, bytes / 4.3 TB/s), bytes =
-weights of touched experts once + activations once. Peer: sort + torch grouped_mm + compiled SwiGLU.
+weights do not come from the cache; peers that cannot be captured are launched plainly.
+floor = max(FLOP / 790 TFLOP/s, bytes / 4.3 TB/s), bytes = weights of touched experts once +
+activations once. staged = the same for each stage on its own, rows padded to tiles of 64, at the
+rates that this run measured, + combine + 3 µs a launch.
 """
 
 import argparse
+import hashlib
 import json
+import math
 import statistics
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-import triton
+from layer_cases import (
+    QUICK,
+    ROUTINGS,
+    TOKENS,
+    cells_of,
+    exact_rows,
+    floor_ms,
+    rates,
+    sets_of,
+    staged_ms,
+    weights_of,
+    worst_error,
+)
+from layer_peers import best_peer, peers_of, speed_of_this_machine
+from timing import clocks
 
+from samebits import env
+from samebits.activation import Activation
 from samebits.experts import experts
+from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 from samebits.testing.cases import MODELS
-from samebits.weights import ExpertWeights
+from samebits.weights import Layout
 
-FLOPS, BYTES = 790e12, 4.3e12
-
-
-def weights_of(problem):
-    generator = torch.Generator(device="cuda").manual_seed(0)
-
-    def draw(*shape, scale):
-        out = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
-        return out.normal_(0, scale, generator=generator)
-
-    return ExpertWeights(
-        gate_up=draw(problem.E, 2 * problem.F, problem.H, scale=problem.H**-0.5),
-        down=draw(problem.E, problem.H, problem.F, scale=problem.F**-0.5),
-    )
+HERE = Path(__file__).parent
+OURS = ("fused", "grouped")
+# The whole layer is held to 5e-3; a single row spreads around it.
+ALLOWED, PEER_ALLOWED = 6e-3, 2e-2
+ROUNDS = 5
+# A replay lasts about this long.
+REPLAY_MS = 4.0
+PICKED = 8
 
 
-@torch.compile(dynamic=True)
-def _swiglu(z):
-    gate, up = z.chunk(2, -1)
-    return (torch.nn.functional.silu(gate.float()) * up.float()).to(z.dtype)
+def kernel_hash():
+    """Return a hash of every kernel: rows of other kernels cannot be mixed up."""
+    files = sorted((HERE.parent / "src" / "samebits" / "ops").rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
-def grouped_mm_layer(x, ids, probs, weights):
-    topk = ids.shape[1]
-    order = ids.reshape(-1).argsort(stable=True)
-    counts = torch.zeros(weights.down.shape[0], dtype=torch.int32, device=x.device)
-    counts.scatter_add_(0, ids.reshape(-1), torch.ones_like(ids.reshape(-1), dtype=torch.int32))
-    offsets = counts.cumsum(0, dtype=torch.int32)
-    mm = torch.nn.functional.grouped_mm
-    z = mm(x[order // topk], weights.gate_up.transpose(1, 2), offs=offsets)
-    y = mm(_swiglu(z), weights.down.transpose(1, 2), offs=offsets)
-    places = torch.arange(order.numel(), device=x.device)
-    inverse = torch.empty_like(order).scatter_(0, order, places)
-    return (y[inverse].view(-1, topk, x.shape[1]).float() * probs[..., None]).sum(1).to(x.dtype)
+def variants_of(shape, options):
+    """Return the problems to time: the plain one, and with ``options`` the model's own."""
+    problem = MODELS[shape]
+    found = {"plain": problem}
+    if options and shape == "gpt-oss-120b":
+        activation = Activation(alpha=1.702, limit=7.0, linear_offset=1.0)
+        found["gpt-oss"] = replace(
+            problem, activation=activation, layout=Layout(interleave=1),
+            gate_up_bias="bf16", down_bias="bf16",
+        )  # fmt: skip
+    if options and shape == "llama4-scout":
+        found["fc1_input"] = replace(problem, placement=ProbPlacement.FC1_INPUT)
+    return found
 
 
-def sets_of(problem, tokens, count):
-    generator = torch.Generator(device="cuda").manual_seed(tokens)
-    sets = []
-    for _ in range(count):
-        scores = torch.rand(tokens, problem.E, device="cuda", generator=generator)
-        ids = scores.topk(problem.K).indices
-        probs = torch.rand(tokens, problem.K, device="cuda", generator=generator)
-        x = torch.randn(tokens, problem.H, device="cuda", generator=generator).bfloat16()
-        sets.append((x, ids, probs))
-    return sets
+def ours(problem, weights, backend):
+    def layer(x, ids, probs):
+        return experts(
+            x, Routing(ids, probs, problem.experts), weights, problem.activation,
+            placement=problem.placement, backend=backend,
+        )  # fmt: skip
+
+    return layer
 
 
-def capture(function, sets, repeats):
-    for values in sets:
-        function(*values)
-    torch.cuda.synchronize()
+def captured(function, sets, repeats):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(repeats):
             for values in sets:
                 function(*values)
-    return graph
+    return graph.replay
 
 
-def replay_ms(graph, calls):
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+def launched(function, sets, repeats):
+    def run():
+        for _ in range(repeats):
+            for values in sets:
+                function(*values)
+
+    return run
+
+
+def timed(run):
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    graph.replay()
+    run()
     stop.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(stop) / calls
+    return start.elapsed_time(stop)
 
 
-def measure(name, tokens, weights, peers):
-    problem = MODELS[name]
-    sets = sets_of(problem, tokens, 4 if tokens <= 1024 else 1)
-    touched = statistics.mean(int(ids.unique().numel()) for _, ids, _ in sets)
-    flop = 6 * tokens * problem.K * problem.H * problem.F
-    byte = 2 * (3 * touched * problem.H * problem.F + 2 * tokens * problem.H)
-    floor = max(flop / FLOPS, byte / BYTES) * 1e3
-    repeats = max(1, min(25, int(4.0 / floor) // len(sets)))
-    layers = {
-        "samebits": lambda x, ids, probs: experts(
-            x, Routing(ids, probs, problem.experts), weights, problem.activation, backend="fused"
-        )
+def checked(problem, candidates, sets, weights):
+    """Return the worst row's error of each candidate, which this also compiles for every set."""
+    tokens = sets[0][0].shape[0]
+    picked = sorted({round(i * (tokens - 1) / (PICKED - 1)) for i in range(PICKED)})
+    exact = exact_rows(problem, sets[0], weights, picked)
+    errors = {}
+    for name, (function, _) in candidates.items():
+        errors[name] = worst_error(function(*sets[0]), exact, picked)
+        for values in sets[1:]:
+            function(*values)
+    return errors
+
+
+def measure(cell, problem, weights, arguments, measured):
+    """Return the row of one cell: (shape, T, routing, variant)."""
+    shape, tokens, routing, variant = cell
+    sets = sets_of(problem, tokens, routing)
+    floor = floor_ms(problem, tokens, sets)
+    candidates = {name: (ours(problem, weights, name), True) for name in arguments.backends}
+    if variant == "plain":
+        candidates |= peers_of(problem, tokens, weights, arguments.peers)
+    errors = checked(problem, candidates, sets, weights)
+    wrong = {n: e for n, e in errors.items() if not e <= (ALLOWED if n in OURS else PEER_ALLOWED)}
+    repeats = max(1, min(25, int(REPLAY_MS / floor) // len(sets)))
+    torch.cuda.synchronize()
+    runs = {
+        name: (captured if graph else launched)(function, sets, repeats)
+        for name, (function, graph) in candidates.items()
+        if name not in wrong
     }
-    if peers:
-        layers["torch grouped_mm"] = lambda x, ids, probs: grouped_mm_layer(x, ids, probs, weights)
-    graphs = {key: capture(layer, sets, repeats) for key, layer in layers.items()}
-    times = {key: [] for key in graphs}
-    for _ in range(5):
-        for key, graph in graphs.items():
-            times[key].append(replay_ms(graph, repeats * len(sets)))
-    ms = {key: statistics.median(values) for key, values in times.items()}
-    fraction = floor / ms["samebits"]
-    return {"shape": name, "T": tokens, "floor_ms": floor, "ms": ms, "fraction": fraction}
+    times = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            times[name].append(timed(run) / (repeats * len(sets)))
+    ms = {name: statistics.median(found) for name, found in times.items()}
+    return {
+        "shape": shape, "T": tokens, "routing": routing, "variant": variant,
+        "floor_ms": floor, "staged_ms": staged_ms(problem, tokens, sets, measured),
+        "ms": ms, "error": errors, "wrong": sorted(wrong),
+    }  # fmt: skip
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default="layer.json")
-    parser.add_argument("--shapes", default=",".join(MODELS))
-    parser.add_argument("--tokens", default="1,16,64,256,1024,4096,16384")
-    parser.add_argument("--no-peers", action="store_true")
-    args = parser.parse_args()
+def line(row, speed):
+    label = f"{row['shape']:13} T={row['T']:<6}{row['routing']:8}{row['variant']:10}"
+    mine = [row["ms"][name] for name in OURS if name in row["ms"]]
+    if row["wrong"] or not mine:
+        return label + " WRONG: " + ", ".join(f"{n} {row['error'][n]:.1e}" for n in row["wrong"])
+    name, peer = best_peer(row, speed)
+    times = "  ".join(f"{key} {value:.4f}" for key, value in row["ms"].items())
+    best = min(mine)
+    return (
+        f"{label}{best:9.4f} ms  floor {row['floor_ms'] / best:.2f}"
+        f"  staged {row['staged_ms'] / best:.2f}  x{best / peer:.2f} of {name} | {times}"
+    )
+
+
+def summary(rows, speed):
+    """Print what the targets ask for."""
+
+    def mean(values):
+        values = [v for v in values if not math.isnan(v)]
+        return math.exp(statistics.mean(map(math.log, values))) if values else math.nan
+
+    plain = [
+        r for r in rows
+        if r["routing"] == "uniform" and r["variant"] == "plain" and set(OURS) & set(r["ms"])
+    ]  # fmt: skip
+    best = {id(r): min(r["ms"][n] for n in OURS if n in r["ms"]) for r in plain}
+    groups = {
+        "all cells": plain,
+        "T = 16 and 64": [r for r in plain if r["T"] in (16, 64)],
+        "T >= 4096": [r for r in plain if r["T"] >= 4096],
+    }
+    print(f"\nthis machine over that of the recorded peers: {speed:.3f}")
+    for name, group in groups.items():
+        if group:
+            floor = mean([r["floor_ms"] / best[id(r)] for r in group])
+            staged = mean([r["staged_ms"] / best[id(r)] for r in group])
+            peer = mean([best[id(r)] / best_peer(r, speed)[1] for r in group])
+            print(
+                f"{name:14} ({len(group):2}): fraction of floor {floor:.3f}, of staged "
+                f"{staged:.3f}; over the best peer {peer:.3f}"
+            )
+
+
+def parser():
+    made = argparse.ArgumentParser(
+        prog="./run bench --layer", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    made.add_argument("--shapes", default=",".join(MODELS))
+    made.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    made.add_argument("--routings", default="uniform", help=",".join(ROUTINGS))
+    made.add_argument("--cells", type=cells_of, help="for example qwen3-30b:1,mixtral:1024")
+    made.add_argument("--quick", action="store_true", help="ten cells, torch's product as peer")
+    made.add_argument("--options", action="store_true", help="also the models' own options")
+    made.add_argument("--backends", default="fused,grouped")
+    made.add_argument("--peers", default=None, help="torch,transformers,liger; none")
+    made.add_argument("--out", type=Path, default=HERE / "results" / "layer.json")
+    return made
+
+
+def main(argv=None):
+    """Return 0, or 1 where a result of ours is wrong."""
+    arguments = parser().parse_args(argv)
+    arguments.backends = arguments.backends.split(",")
+    peers = arguments.peers or ("torch" if arguments.quick else "torch,transformers")
+    arguments.peers = peers.split(",")
+    shapes, tokens = arguments.shapes.split(","), map(int, arguments.tokens.split(","))
+    cells = arguments.cells or (
+        QUICK if arguments.quick else [(s, t) for t in tokens for s in shapes]
+    )
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device here; this benchmark has nothing to time")
+    began = time.time()
+    measured = rates()
+    print(
+        f"{torch.cuda.get_device_name()}  cuBLAS {measured.flop_per_ms / 1e9:.0f} TFLOP/s  "
+        f"copy {measured.byte_per_ms / 1e9:.2f} TB/s  clocks {clocks()}  kernels {kernel_hash()}"
+    )
     rows = []
     with torch.no_grad():
-        for name in args.shapes.split(","):
-            weights = weights_of(MODELS[name])
-            for tokens in map(int, args.tokens.split(",")):
-                row = measure(name, tokens, weights, not args.no_peers)
-                rows.append(row)
-                times = "  ".join(f"{key} {ms:8.4f}" for key, ms in row["ms"].items())
-                print(f"{name:13} T={tokens:<6} floor {row['floor_ms']:8.4f}  {times}", end="  ")
-                print(f"fraction {row['fraction']:.2f}", flush=True)
-            del weights
-            torch.cuda.empty_cache()
-    versions = {"torch": torch.__version__, "triton": triton.__version__}
-    meta = {"gpu": torch.cuda.get_device_name(), **versions}
-    Path(args.out).write_text(json.dumps(meta | {"rows": rows}))
-    fractions = torch.tensor([row["fraction"] for row in rows]).log()
-    print("geometric mean of the fraction of floor", round(float(fractions.mean().exp()), 3))
+        for shape in dict.fromkeys(shape for shape, _ in cells):
+            for variant, problem in variants_of(shape, arguments.options).items():
+                weights = weights_of(problem)
+                for routing in arguments.routings.split(","):
+                    for count in (t for s, t in cells if s == shape):
+                        cell = (shape, count, routing, variant)
+                        rows.append(measure(cell, problem, weights, arguments, measured))
+                        print(line(rows[-1], speed_of_this_machine(rows)), flush=True)
+                del weights
+                torch.cuda.empty_cache()
+    speed = speed_of_this_machine(rows)
+    summary(rows, speed)
+    about = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "triton": env.version_of("triton"), "transformers": env.version_of("transformers"),
+        "kernels": kernel_hash(), "rates": vars(measured), "speed": speed,
+        "seconds": round(time.time() - began),
+    }  # fmt: skip
+    arguments.out.write_text(json.dumps(about | {"rows": rows}, indent=0) + "\n")
+    print(f"{about['seconds']} s; rows in {arguments.out}")
+    return 1 if any(set(row["wrong"]) & set(OURS) for row in rows) else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -3,6 +3,7 @@
     ./run bench --op activation --op permute        # every shape, T = 4096 and 16384
     ./run bench --assert benchmarks/targets.toml    # exit 1 on a miss; a missing row is a miss
     ./run bench --device cpu --tiny                 # does everything run? (its times say nothing)
+    ./run bench --layer --help                      # the whole layer
 
 Each case: results are checked first, then all candidates are timed in turn, round by round. The
 floor is the bytes that have to move once, at the copy speed measured in the same run.
@@ -202,6 +203,8 @@ def _read(paths: list[Path]) -> list[Row]:
 
 def main() -> int:
     """Return 0, or 1 where a result of ours is wrong or a target is missed."""
+    if "--layer" in sys.argv[1:]:
+        return importlib.import_module("layer").main([a for a in sys.argv[1:] if a != "--layer"])
     arguments = parser().parse_args()
     rows = _read(arguments.rows) if arguments.rows else measure(arguments)
     failures = [

@@ -58,6 +58,36 @@ def experts(
     Determinism: bitwise repeatable. Each row independent of T and of the other rows on a GPU; on
     CPU the backend's ``notes`` say what holds.
     """
+    call, options, num_experts = checked(
+        x,
+        routing,
+        weights,
+        activation,
+        placement=placement,
+        backend=backend,
+        expert_start=expert_start,
+        out_dtype=out_dtype,
+        num_valid_tokens=num_valid_tokens,
+    )
+    return run(call, options, num_experts, expert_start)
+
+
+def checked(
+    x: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    activation: Activation,
+    *,
+    placement: ProbPlacement,
+    backend: str,
+    expert_start: int,
+    out_dtype: torch.dtype | None,
+    num_valid_tokens: Tensor | None,
+) -> tuple[Call, Options, int]:
+    """Return the call, its options and N, from the arguments of ``experts``; see there.
+
+    Determinism: pure function of its arguments.
+    """
     require_type("x", x, Tensor)
     require_type("routing", routing, Routing)
     require_type("weights", weights, ExpertWeights)
@@ -91,7 +121,7 @@ def experts(
         None if out_dtype == x.dtype else out_dtype,
         backend,
     )
-    return run(call, options, num_experts, expert_start)
+    return call, options, num_experts
 
 
 def grouped_experts(

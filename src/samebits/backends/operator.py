@@ -141,7 +141,8 @@ torch.library.define(
 )
 
 
-def _check_ids(call: Call, num_experts: int) -> None:
+def check_ids(call: Call, num_experts: int) -> None:
+    """Raise ``ValueError`` for an id that is no expert, where looking costs no device sync."""
     ids = call.topk_ids
     if ids.device.type != "cpu" or ids.numel() == 0:
         return
@@ -177,7 +178,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = Call(*arguments[:9])
     text, num_experts, expert_start, save = arguments[9:]
     options = Options.parse(text)
-    _check_ids(call, num_experts)
+    check_ids(call, num_experts)
     problem = problem_of(options, call, num_experts, expert_start, grad=save)
     with outside_autocast(call.x.device):
         out, z = choose(options.backend, problem).forward(problem, call, save=save)

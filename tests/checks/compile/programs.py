@@ -5,7 +5,7 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from stale_programs import Adapter, Layers
 
 SCALE = 0.5
 
@@ -13,6 +13,10 @@ SCALE = 0.5
 def clamped_swiglu(x: torch.Tensor, limit: float) -> torch.Tensor:
     gate, up = torch.chunk(x, 2, -1)
     return F.silu(gate).clamp(max=limit) * up.clamp(min=-limit, max=limit)
+
+
+def multiply(x, limit):
+    return x * limit
 
 
 def with_global(x):
@@ -39,45 +43,6 @@ class Options:
 
 def with_options(x, options, table):
     return clamped_swiglu(x, options.limit) * table["scale"][0]
-
-
-class Layers(nn.Module):
-    """Two layers, each with its own limit."""
-
-    def __init__(self, limits=(0.5, 0.25)):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(limit) for limit in limits)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.cat([layer(x), x[..., : x.shape[-1] // 2]], -1)
-        return x
-
-
-class Layer(nn.Module):
-    def __init__(self, limit):
-        super().__init__()
-        self.limit = limit
-        self.weight = nn.Parameter(torch.ones(8))
-
-    def forward(self, x):
-        return clamped_swiglu(x * self.weight, self.limit)
-
-
-class Adapter(nn.Module):
-    """A linear layer with a low-rank part that can be switched, and scaled."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-        self.down, self.up = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.randn(8, 2))
-        self.enabled, self.scale = True, 0.5
-
-    def forward(self, x):
-        y = F.linear(x, self.weight)
-        if self.enabled:
-            y = y + F.linear(F.linear(x, self.down), self.up) * self.scale
-        return y.clamp(max=self.scale)
 
 
 forward_compiled = torch.compile(clamped_swiglu)

@@ -9,7 +9,7 @@ import torch
 
 from samebits import cli
 from samebits.checks.compile import TargetError, audit_compile, process, report
-from samebits.checks.compile.audit import audit
+from samebits.checks.compile.audit import audit, silence
 from samebits.checks.compile.job import OUT_OF_BUDGET, Job
 from samebits.checks.compile.process import Deadline
 from samebits.checks.compile.self_test import judge
@@ -81,6 +81,23 @@ def test_the_budget_ends_a_compiler_that_hangs(tmp_path):
     answer = run(tmp_path, "hangs", budget=15)
 
     assert answer.unfinished == dict.fromkeys(("sequence", "next"), OUT_OF_BUDGET)
+
+
+def test_a_cache_that_poisons_another_process_is_seen(tmp_path):
+    scenario = Scenario("sequence", (Option("limit", (0.5, 0.25, 0.75, 2.0)),), False, True, 1)
+    job = Job(
+        kind="run",
+        target=Target("planted_compilers:poisoned"),
+        folder=str(tmp_path),
+        output=str(tmp_path / "out"),
+        compiled=True,
+    )
+
+    answers = process.run_lanes([[scenario]], job, Deadline(None), tell=silence)
+
+    wrong = {step.phase for answer in answers for step in answer.steps if step.wrong}
+    assert [len(answer.steps) for answer in answers] == [5, 5]
+    assert wrong == {"warm"}
 
 
 def test_a_fault_from_the_first_call_on_is_told_apart(tmp_path):
@@ -170,7 +187,7 @@ def test_the_clamped_swiglu_is_found_with_this_torch_or_mended_by_it():
 
 
 def test_inductor_is_right_where_a_float_is_only_multiplied():
-    found = audit(Target("battery:multiply"), budget=600)
+    found = audit(Target("stale_programs:multiply"), budget=600)
 
     assert set(verdicts(found).values()) == {"pass"}
     assert not found.latent

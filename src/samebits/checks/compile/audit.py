@@ -27,7 +27,7 @@ def silence(line: str) -> None:
 
 
 @contextmanager
-def new_folder() -> Iterator[Path]:
+def folder_of_caches() -> Iterator[Path]:
     """Give a folder for the jobs and caches of one audit, removed afterwards.
 
     Raises:
@@ -77,7 +77,7 @@ def audit(
         TargetError: The target or its inputs cannot be used, or a path in ``only`` is unknown.
     """
     if folder is None:
-        with new_folder() as made:
+        with folder_of_caches() as made:
             return audit(
                 target,
                 only=only,
@@ -166,7 +166,7 @@ def audit_compile(
     """
     factory = make_inputs or (lambda: guess_inputs(function))
     name = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
-    with new_folder() as made:
+    with folder_of_caches() as made:
         packed = made / "target.pickle"
         try:
             packed.write_bytes(transport.pack((function, factory)))

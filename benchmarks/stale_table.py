@@ -1,0 +1,73 @@
+"""What an audit must say of each program of the battery.
+
+A program that goes stale names the torch that mended it; ``OPEN`` means that none has so far. The
+table of the group "battery" was measured with a plain loop of four values, without samebits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import stale_programs
+
+OPEN = (99, 0)
+MENDED_CLAMP = (2, 15)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is audited, and what an audit must say of it."""
+
+    name: str
+    # The first torch that computes it right, without a gradient and with one; None: never wrong.
+    mended: tuple = (None, None)
+    inputs: Callable = stale_programs.on_cpu
+    # Paths of the numbers to vary; empty takes all.
+    only: tuple[str, ...] = ()
+
+    def stale(self, version: tuple[int, ...], gradient: bool) -> bool:
+        """Return whether this torch is known to compute it wrong."""
+        mended = self.mended[gradient]
+        return mended is not None and version < mended
+
+
+GROUPS: dict[str, tuple[Program, ...]] = {
+    "battery": (
+        Program("clamped_swiglu", (None, MENDED_CLAMP)),
+        Program("clamped_interleaved_swiglu", (None, MENDED_CLAMP)),
+        Program("rms_norm_scaled", (OPEN, OPEN)),
+        Program("rms_norm"),
+        Program("huber_scaled", (OPEN, OPEN)),
+        Program("attention_scale", (OPEN, OPEN)),
+        Program("multiply"),
+        Program("leaky_relu"),
+        Program("power", (MENDED_CLAMP, None)),
+        Program("add_alpha", (MENDED_CLAMP, MENDED_CLAMP)),
+        Program("full"),
+        Program("where", (MENDED_CLAMP, MENDED_CLAMP)),
+        Program("softplus"),
+        Program("addcmul", (MENDED_CLAMP, MENDED_CLAMP)),
+        Program("masked_fill", (MENDED_CLAMP, MENDED_CLAMP)),
+        Program("hardtanh", (MENDED_CLAMP, MENDED_CLAMP)),
+    ),
+    "families": (
+        Program("layer_norm_scaled", (OPEN, OPEN)),
+        Program("label_smoothing", (OPEN, OPEN)),
+        Program("interpolate", (OPEN, OPEN)),
+        Program("custom_op_expression", (OPEN, OPEN)),
+        Program(
+            "layers", (None, MENDED_CLAMP), stale_programs.one_tensor, ("target.layers.1.limit",)
+        ),
+        Program("adapter", (OPEN, OPEN), stale_programs.one_tensor),
+        Program("swapped_options", (None, MENDED_CLAMP), stale_programs.with_options),
+        Program("closure", (None, MENDED_CLAMP), stale_programs.one_tensor),
+        Program("clamped_swiglu_backward", (MENDED_CLAMP, None), stale_programs.with_gradient),
+        Program("launcher_forgets", (OPEN, None), stale_programs.with_integer),
+        Program("launcher_forgets_one", (OPEN, None), stale_programs.with_integer),
+    ),
+    "clean": (
+        Program("integer", inputs=stale_programs.with_integer),
+        Program("tensor_inside"),
+        Program("custom_op_bare"),
+        Program("autograd_function"),
+    ),
+}

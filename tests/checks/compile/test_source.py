@@ -1,0 +1,131 @@
+"""The scripts that an audit writes: whole by themselves, with the fewest calls."""
+
+import ast
+
+import programs
+import pytest
+import torch
+
+from samebits.checks.compile.job import Job, StepRecord
+from samebits.checks.compile.reproducer import write
+from samebits.checks.compile.sequence import Option, Scenario
+from samebits.checks.compile.source import copied, literal
+from samebits.checks.compile.target import Target
+
+pytestmark = pytest.mark.reference
+
+LIMITS = (0.5, 0.25, 0.75, 2.0)
+
+
+def script(tmp_path, name, inputs, path, *, index=2, phase="fresh", dynamic=None, **facts):
+    scenario = Scenario("sequence", (Option(path, LIMITS),), True, dynamic, 2)
+    job = Job(
+        kind="reproduce",
+        target=Target(name, inputs),
+        folder=str(tmp_path),
+        output=str(tmp_path / "out"),
+        scenarios=(scenario,),
+        fault=StepRecord("sequence", phase, index, {path: 0.75}, distance=0.5, allowed=1e-5),
+        shapes=2,
+        **facts,
+    )
+    return write(job)["source"]
+
+
+def run(source):
+    """Return the namespace of a script, without its call of ``main``."""
+    space = {"__name__": "script"}
+    exec(compile(source, "script", "exec"), space)
+    return space
+
+
+def test_the_function_is_copied_with_what_it_mentions(tmp_path):
+    source = script(
+        tmp_path, "programs:fused_swiglu", "programs:two_floats", "limit", compiled=True
+    )
+
+    space = run(source)
+
+    assert "samebits" not in source.replace("`samebits check compile`", "")
+    assert space["FusedSwiGLU"].__name__ == "FusedSwiGLU"
+    assert hasattr(space["clamped_swiglu_backward"], "_torchdynamo_orig_callable")
+    assert space["CALLS"] == [[({"limit": 0.5}, 0), ({"limit": 0.25}, 0), ({"limit": 0.75}, 0)]]
+
+
+def test_always_dynamic_code_needs_two_calls(tmp_path):
+    source = script(
+        tmp_path, "programs:clamped_swiglu", "programs:two_floats", "limit", index=1, dynamic=True
+    )
+
+    assert [values["limit"] for values, _ in run(source)["CALLS"][0]] == [0.5, 0.25]
+
+
+def test_a_fault_of_the_second_process_needs_both(tmp_path):
+    source = script(
+        tmp_path, "programs:clamped_swiglu", "programs:two_floats", "limit", phase="warm"
+    )
+
+    assert len(run(source)["CALLS"]) == 2
+
+
+def test_a_closure_cell_becomes_a_global_that_is_set(tmp_path):
+    source = script(tmp_path, "programs:closure", "programs:one_tensor", "target:limit")
+
+    space = run(source)
+    args, kwargs = space["inputs"](0)
+    space["set_values"](args, kwargs, {"target:limit": 0.125})
+
+    assert space["limit"] == 0.125
+    assert torch.equal(space["target"](*args), programs.clamped_swiglu(args[0], 0.125))
+
+
+def test_a_module_has_no_source_of_its_own_and_is_imported(tmp_path):
+    where = ("programs:layers", "programs:one_tensor", "target.layers.1.limit")
+    with pytest.raises(TypeError, match="is not a function"):
+        script(tmp_path, *where)
+
+    space = run(script(tmp_path, *where, inline=False))
+    args, kwargs = space["inputs"](0)
+    space["set_values"](args, kwargs, {"target.layers.1.limit": 0.125})
+
+    assert space["target"].layers[1].limit == 0.125
+    programs.layers.layers[1].limit = 0.25
+
+
+def test_a_lambda_has_no_source():
+    with pytest.raises(ValueError, match="is part of another statement"):
+        copied(lambda x: x)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor([[1.5, -2.0], [0.25, 4.0]]),
+        torch.tensor([1, 2, 3]),
+        torch.tensor(0.5, dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        {"a": [1.0, None, "text"], "b": (2, torch.float16)},
+    ],
+)
+def test_inputs_are_written_as_they_are(value):
+    made = eval(literal(value), {"torch": torch})
+
+    assert type(made) is type(value)
+    assert torch.equal(made, value) if isinstance(value, torch.Tensor) else made == value
+
+
+def test_large_inputs_keep_shape_and_kind():
+    made = eval(literal(torch.randn(20, 30).half()), {"torch": torch})
+
+    assert (made.shape, made.dtype) == ((20, 30), torch.float16)
+
+
+def test_an_object_has_no_literal():
+    with pytest.raises(ValueError, match="an input of type Options has no source"):
+        literal(programs.Options())
+
+
+def test_scripts_are_syntax_of_every_supported_python(tmp_path):
+    source = script(tmp_path, "programs:clamped_swiglu", "programs:two_floats", "limit")
+
+    assert ast.parse(source, feature_version=(3, 10))

@@ -1,4 +1,4 @@
-"""The command line: ``samebits check NAME | explain | env | demo``.
+"""The command line: ``samebits check NAME | explain | env | convert | demo``.
 
 Commands are modules with ``add_arguments(parser)`` and ``main(arguments) -> int`` (see
 ``samebits.checks``), imported when they are chosen: none needs what another needs.
@@ -20,11 +20,13 @@ from samebits.checks.result import EXIT_CODES, plain_table
 COMMANDS: Mapping[str, str] = {
     "explain": "samebits.checks.explain",
     "demo": "samebits.demo",
+    "convert": "samebits.checkpoints.command",
 }
 _QUESTIONS = {
     "check": "Does a layer compute what it should?",
     "explain": "Which backends run a problem, why not the others, and what to do instead?",
     "env": "What decides the bits of this machine?",
+    "convert": "How can a checkpoint's experts be stored otherwise, bit for bit?",
     "demo": "What does Samebits show on this machine, on CPU, in about a minute?",
 }
 

@@ -1,0 +1,125 @@
+"""A checkpoint, opened and checked: its experts as if they were in one place, and the rest."""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from samebits.checkpoints.cut import CutExperts
+from samebits.checkpoints.files import Entry
+from samebits.checkpoints.layers import Experts, check_scales, layers_of
+from samebits.checkpoints.schemes import SCHEMES, Scheme, parse_scheme
+from samebits.checkpoints.source import Folder, Rank, open_folder, rank_folders, scheme_of
+from samebits.checkpoints.target import natural
+from samebits.errors import UnsupportedError, must
+from samebits.integrations.configs import from_hf_config
+
+
+@dataclass
+class Checkpoint:
+    """A source, opened and checked."""
+
+    scheme: Scheme
+    layers: dict[str, Experts]
+    others: list[Entry]
+    # Bytes of the largest file.
+    largest: int
+    # Elements, each once.
+    elements: int
+    # What changes when a file does.
+    stamp: str
+
+
+def open_checkpoint(source: Path, named: str | None, num_experts: int | None) -> Checkpoint:
+    """Return a checkpoint whose files, names, shapes and scales are as they must be.
+
+    Args:
+        source: A folder or a file.
+        named: Its scheme; None finds it.
+        num_experts: E, where the scheme does not say.
+
+    Raises:
+        BadFileError, UnsupportedError, ValueError: See ``samebits.checkpoints.convert``.
+
+    Determinism: exact.
+    """
+    ranks = {rank: open_folder(path) for rank, path in rank_folders(source).items()}
+    main = open_folder(source)
+    folders = [main, *ranks.values()]
+    cut = list(ranks.values()) or [main]
+    scheme = _scheme(source, cut, named)
+    layers, others = layers_of(main, scheme, num_experts)
+    whole: dict[str, Experts] = dict(layers)
+    if ranks:
+        if layers:
+            raise ValueError(must(str(source), "hold no experts beside its ranks", sorted(layers)))
+        whole = dict(_join(ranks, scheme, num_experts))
+    for layer in whole.values():
+        check_scales(layer)
+    outside = sum(entry.elements for entry in others)
+    inside = sum(
+        layer.num_experts * math.prod(matrix.shape)
+        for layer in whole.values()
+        for matrix in layer.matrices.values()
+    )
+    return Checkpoint(
+        scheme=scheme,
+        layers=whole,
+        others=others,
+        largest=max(folder.largest for folder in folders),
+        elements=outside + inside,
+        stamp="\n".join(stamp for folder in folders for stamp in folder.stamps),
+    )
+
+
+def _join(
+    ranks: dict[Rank, Folder], scheme: Scheme, num_experts: int | None
+) -> Iterable[tuple[str, CutExperts]]:
+    found = {}
+    for rank, folder in ranks.items():
+        own = None if num_experts is None else len(rank.experts(num_experts))
+        found[rank], others = layers_of(folder, scheme, own)
+        if others:
+            raise ValueError(must(rank.folder, "hold experts only", others[0].name))
+    roots = sorted({root for layers in found.values() for root in layers}, key=natural)
+    for root in roots:
+        lacking = [rank.folder for rank, layers in found.items() if root not in layers]
+        if lacking:
+            raise ValueError(must(lacking[0], f"hold {root}", "nothing of it"))
+        yield root, CutExperts([(rank, layers[root]) for rank, layers in found.items()])
+
+
+def _scheme(source: Path, folders: list[Folder], named: str | None) -> Scheme:
+    if named is not None:
+        scheme = parse_scheme(named)
+        names = [name for folder in folders for name in folder.entries]
+        if not any(scheme.place_of(name) for name in names):
+            raise ValueError(must(str(source), f"hold names of scheme {scheme.name}", "none"))
+        return scheme
+    if folders[0].written is not None:
+        return parse_scheme(folders[0].written)
+    try:
+        return scheme_of([name for folder in folders for name in folder.entries], source)
+    except UnsupportedError:
+        configured = _configured(source)
+        if configured is None:
+            raise
+        return configured
+
+
+def _configured(source: Path) -> Scheme | None:
+    """Return the scheme of stacked experts that the model's configuration tells."""
+    path = source / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        layers = from_hf_config(json.loads(path.read_text(encoding="utf-8")))
+    except UnsupportedError:
+        return None
+    told = {(layer.layout, layer.orientation) for layer in layers.values()}
+    for name in ("stacked", "interleaved", "transposed", "gpt-oss"):
+        scheme = SCHEMES[name]
+        if told == {(scheme.layout, "in_out" if scheme.transposed else "out_in")}:
+            return scheme
+    return None

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -62,22 +63,27 @@ ROWS = [
 ]
 SWAPPED = {
     16: [
-        (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 8, 4), (128, 128, 4, 3), (128, 128, 8, 4),
-        (256, 64, 8, 4),
+        (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 8, 4), (128, 128, 4, 3), (128, 128, 4, 4),
+        (128, 128, 8, 4), (128, 256, 4, 2), (128, 256, 8, 3), (256, 64, 8, 4), (256, 128, 8, 3),
     ],
     32: [
         (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 5), (128, 64, 8, 4), (128, 128, 4, 3),
-        (128, 128, 8, 4), (256, 64, 8, 4),
+        (128, 128, 8, 4), (128, 128, 8, 5), (256, 64, 8, 4), (256, 128, 8, 3),
     ],
     64: [
         (128, 64, 4, 4), (128, 64, 8, 5), (128, 128, 4, 3), (128, 128, 8, 4), (128, 128, 8, 3),
-        (256, 64, 8, 4),
+        (256, 64, 8, 4), (256, 64, 4, 4),
     ],
     128: [(128, 64, 8, 4), (256, 64, 8, 3), (256, 64, 8, 4)],
 }  # fmt: skip
 SMALL = [
     streamed(16, n, k, 4, stages, swap=False)
     for n, k, stages in [(32, 128, 5), (32, 256, 4), (64, 128, 5)]
+]
+# Weights through pointers.
+POINTED = [
+    replace(streamed(*shape, swap=True), tma=False)
+    for shape in [(16, 128, 128, 4, 3), (16, 64, 256, 4, 3), (32, 128, 128, 8, 4)]
 ]
 
 
@@ -86,9 +92,9 @@ def candidates(rows_per_expert):
         r: [streamed(r, *shape, swap=True) for shape in shapes] for r, shapes in SWAPPED.items()
     }
     if rows_per_expert <= 6:
-        return [*swapped[16], *SMALL]
+        return [*swapped[16], *SMALL, *POINTED[:2]]
     if rows_per_expert <= 24:
-        return [*swapped[16], *swapped[32], *SMALL]
+        return [*swapped[16], *swapped[32], *SMALL, *POINTED]
     if rows_per_expert <= 40:
         return [*swapped[32], *swapped[64]]
     if rows_per_expert <= 200:
@@ -140,7 +146,9 @@ class Case:
 
 def short(c):
     form = "swap" if c.swap else "rows"
-    return f"{form} {c.block_r}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages} g{c.group}"
+    path = "" if c.tma else " pointers"
+    tile = f"{c.block_r}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages} g{c.group}"
+    return f"{form} {tile}{path}"
 
 
 def timed(function, sets, repeats):

@@ -88,6 +88,33 @@ def weight_tile(
 
 
 @triton.jit
+def contract_halves(
+    a_ptrs, w, expert, column, N, K,
+    TRANSPOSED: tl.constexpr, K_TAIL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``contract`` of paired columns, the weights as first operand: a product for each half.
+
+    A box of both halves would be reshaped, which makes Triton 3.6 read that operand into registers
+    and overwrite them while the product before still runs: values changed from run to run.
+    """
+    ks = tl.arange(0, BLOCK_K)
+    first = tl.zeros((BLOCK_N // 2, BLOCK_R), tl.float32)
+    second = tl.zeros((BLOCK_N // 2, BLOCK_R), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        left = _described_tile(w, expert, column, k, False, TRANSPOSED, BLOCK_N // 2, BLOCK_K)
+        right = _described_tile(w, expert, N + column, k, False, TRANSPOSED, BLOCK_N // 2, BLOCK_K)
+        a_place = a_ptrs + (k + ks)[None, :]
+        if K_TAIL:
+            a = tl.load(a_place, mask=(k + ks < K)[None, :], other=0.0)
+        else:
+            a = tl.load(a_place)
+        first = tl.dot(left, a.T, first, input_precision="ieee")
+        second = tl.dot(right, a.T, second, input_precision="ieee")
+    return tl.reshape(tl.permute(tl.join(first, second), (1, 2, 0)), (BLOCK_R, BLOCK_N))
+
+
+@triton.jit
 def contract(
     a_ptrs, w, stride_we, stride_wn, stride_wk, expert, column, N, K, span,
     PAIRED: tl.constexpr, TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr,

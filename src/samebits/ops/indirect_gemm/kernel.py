@@ -22,6 +22,7 @@ from samebits.ops._triton.operand import row_operand, weight_operand
 from samebits.ops._triton.product import (
     contract,
     contract_described,
+    contract_halves,
     stored_columns,
     tile_of_position,
 )
@@ -78,10 +79,16 @@ def _first_projection_kernel(
         source = slots // topk if GATHER else tl.where(live, rows, 0)
         a_ptrs = x_ptr + (source.to(tl.int64) * stride_xt)[:, None]
 
-        acc = contract(
-            a_ptrs, w, stride_we, stride_wn, stride_wk, expert, block * STEP, bound, H, span,
-            PAIRED, TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+        if SWAP and PAIRED and TMA:
+            acc = contract_halves(
+                a_ptrs, w, expert, block * STEP, F, H,
+                TRANSPOSED, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            acc = contract(
+                a_ptrs, w, stride_we, stride_wn, stride_wk, expert, block * STEP, bound, H, span,
+                PAIRED, TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
 
         place, columns = stored_columns(block * STEP, span, PAIRED, BLOCK_N)
         inside = place < bound
@@ -185,9 +192,11 @@ def launch_first_projection(
     block_f = config.block_n // activation.columns
     paired = activation.gated and (interleave == 0 or block_f % interleave != 0)
     halves = paired and interleave == 0
+    # With swapped operands each half has a box of its own.
+    each = halves and config.swap
     described = config.tma and (halves or not paired)
-    box = (config.block_n, config.block_k) if described else None
-    source, strides, tma = weight_operand(w, box, halves=halves)
+    box = (config.block_n // 2 if each else config.block_n, config.block_k) if described else None
+    source, strides, tma = weight_operand(w, box, halves=halves and not each)
     tile = TileOptions.of(activation)
     _first_projection_kernel[_grid(tiles, columns, block_f, config)](
         x, x.stride(0), source, *strides, bias, probs,

@@ -394,9 +394,9 @@ def test_load_weights_takes_weights() -> None:
 
 
 def test_a_named_backend_is_strict() -> None:
-    module = make_experts(backend="grouped", norm=PostExpertNorm(eps=1e-5))
+    module = make_experts(backend="fused")
 
-    with pytest.raises(UnsupportedError, match="backend 'grouped' cannot run"):
+    with pytest.raises(UnsupportedError, match="backend 'fused' cannot run"):
         module(tokens(), make_routing())
 
 

@@ -7,7 +7,7 @@ path for rows that arrive sorted, and the check on the fused backend.
 from torch import Tensor
 
 from samebits.backends.call import Call, Gradients
-from samebits.backends.grouped import device, host
+from samebits.backends.grouped import device, host, host_gradients
 from samebits.problem import Problem
 
 NAME = "grouped"
@@ -20,8 +20,6 @@ def why_not(problem: Problem) -> str | None:
     """
     if problem.device != "cpu":
         return device.why_not(problem)
-    if problem.norm_eps is not None and problem.grad:
-        return "it has no gradient of the post-expert norm"
     return None
 
 
@@ -52,4 +50,4 @@ def backward(
 
     Determinism: repeatable; rows ascend in every sum over rows.
     """
-    return host.backward(problem, call, z, dout, wanted)
+    return host_gradients.backward(problem, call, z, dout, wanted)

@@ -1,9 +1,9 @@
 """The stages on CPU: torch matrix products, one expert after the other, rows sorted by expert.
 
-Forward and backward are written out, so that nothing but ``z`` is kept between them and no options
-live in a graph. Each expert's rows pass through all stages while they are in cache.
+The rows of a few experts pass through all stages while they are in cache.
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,14 +12,32 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from samebits import activation as act
-from samebits.backends.call import DIFFERENTIABLE, Call, Gradients, accumulate_dtype
+from samebits.backends.call import Call, accumulate_dtype
 from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.routing import Permutation
-from samebits.weights import merge_gate_up, split_gate_up
+from samebits.weights import split_gate_up
+
+# Experts with few rows share the elementwise stages up to this many rows: beyond it they gain
+# nothing and leave the cache.
+_CHUNK_ROWS = 64
+# fp32 products of 5 to 32 rows are quicker with the weight as the left operand (MKL, measured).
+_WEIGHT_FIRST_FP32 = range(5, 33)
 
 
-class _Rows:
-    """The sorted rows of one call: for each expert with rows, its tokens and probabilities."""
+class Chunk(NamedTuple):
+    """Successive rows that go through the stages together; whole experts only."""
+
+    # Rows of the call.
+    span: slice
+    # (rows,) and (rows, 1).
+    tokens: Tensor
+    p: Tensor
+    # For each expert, its rows within the chunk.
+    groups: list[tuple[int, slice]]
+
+
+class Rows:
+    """The sorted rows of one call."""
 
     def __init__(self, problem: Problem, call: Call) -> None:
         permutation = Permutation.of(
@@ -28,16 +46,29 @@ class _Rows:
             expert_start=problem.expert_start,
             num_valid_tokens=call.num_valid_tokens,
         )
-        bounds = permutation.offsets.tolist()
-        self.total = bounds[-1]
+        self.bounds: list[int] = permutation.offsets.tolist()
+        self.total = self.bounds[-1]
         self.slots = permutation.slots[: self.total]
         self.tokens = self.slots // problem.K
         self.probs = call.topk_probs.reshape(-1)[self.slots].to(accumulate_dtype(problem))[:, None]
-        self.groups = [
-            (expert, slice(start, stop))
-            for expert, (start, stop) in enumerate(pairwise(bounds))
-            if stop > start
-        ]
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield the rows in order, in chunks of at most ``_CHUNK_ROWS`` or of one expert."""
+        groups: list[tuple[int, slice]] = []
+        first = 0
+        for expert, (start, stop) in enumerate(pairwise(self.bounds)):
+            if stop == start:
+                continue
+            if groups and stop - first > _CHUNK_ROWS:
+                yield self._chunk(first, start, groups)
+                groups, first = [], start
+            groups.append((expert, slice(start - first, stop - first)))
+        if groups:
+            yield self._chunk(first, self.total, groups)
+
+    def _chunk(self, start: int, stop: int, groups: list[tuple[int, slice]]) -> Chunk:
+        span = slice(start, stop)
+        return Chunk(span, self.tokens[span], self.probs[span], groups)
 
 
 def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor]:
@@ -45,38 +76,62 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
 
     Determinism: repeatable; rounding points and combine order of the contract.
     """
-    rows = _Rows(problem, call)
-    wide = accumulate_dtype(problem)
-    out = torch.zeros(call.x.shape, dtype=wide)
+    rows = Rows(problem, call)
+    out = torch.zeros(call.x.shape, dtype=accumulate_dtype(problem))
     saved = call.x.new_empty(call.topk_ids.numel() if save else 0, call.gate_up.shape[1])
-    for expert, span in rows.groups:
-        tokens, p = rows.tokens[span], rows.probs[span]
-        z = _project(
-            _input(problem, call.x[tokens], p), call.gate_up[expert], call.gate_up_bias, expert
-        )
+    for chunk in rows.chunks():
+        x = expert_input(problem, call.x[chunk.tokens], chunk.p)
+        z = product(x, call.gate_up, call.gate_up_bias, chunk)
         if save:
-            saved[span] = z
-        y = _second(problem, call, expert, _activate(problem, z, p), p).to(wide)
+            saved[chunk.span] = z
+        y = _second(problem, call, _activate(problem, z, chunk.p), chunk).contiguous()
+        y = y * chunk.p if problem.placement == ProbPlacement.FC2_OUTPUT else y.to(out.dtype)
         # Experts ascend, so every token's terms are added by ascending row, from +0.0.
-        out.index_add_(0, tokens, y.mul_(p) if problem.placement == ProbPlacement.FC2_OUTPUT else y)
+        out.index_add_(0, chunk.tokens, y)
     if save:
         saved[rows.total :] = 0
     return out.to(DTYPES[problem.result_dtype]), saved
 
 
-def _input(problem: Problem, x: Tensor, p: Tensor) -> Tensor:
+def expert_input(problem: Problem, x: Tensor, p: Tensor) -> Tensor:
+    """Return the rows that the first projection multiplies.
+
+    Determinism: elementwise.
+    """
     if problem.placement == ProbPlacement.FC1_INPUT:
         return (x.to(p.dtype) * p).to(x.dtype)
     return x
 
 
-def _project(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
-    """Return ``D(x · weightᵀ + bias)`` with one rounding."""
-    if bias is None or bias.dtype == x.dtype:
-        return linear(x, weight, None if bias is None else bias[expert])
-    # torch adds a bias before it rounds only where the bias has the product's dtype.
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return linear(x.to(wide), weight.to(wide), bias[expert].to(wide)).to(x.dtype)
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: Chunk) -> Tensor:
+    """Return ``D(x · weight[expert]ᵀ + bias[expert])`` of every row, rounded once.
+
+    Determinism: repeatable; bits may depend on an expert's row count and the strides.
+    """
+    parts = [
+        _linear(x[rows], weight[expert], None if bias is None else bias[expert])
+        for expert, rows in chunk.groups
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is not None and bias.dtype != x.dtype:
+        # torch adds a bias before it rounds only where the bias has the product's dtype.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return linear(x.to(wide), weight.to(wide), bias.to(wide)).to(x.dtype)
+    if not _weight_first(x, weight):
+        return linear(x, weight, bias)
+    if bias is None:
+        return torch.bmm(weight[None], x.T[None])[0].T
+    return torch.baddbmm(bias[None, :, None], weight[None], x.T[None])[0].T
+
+
+def _weight_first(x: Tensor, weight: Tensor) -> bool:
+    """Return whether ``(weight · xᵀ)ᵀ`` is quicker: a left operand needs no repacking."""
+    if weight.stride(-1) != 1:
+        return False
+    return x.element_size() == 2 or (x.dtype == torch.float32 and len(x) in _WEIGHT_FIRST_FP32)
 
 
 def _activate(problem: Problem, z: Tensor, p: Tensor) -> Tensor:
@@ -88,102 +143,53 @@ def _activate(problem: Problem, z: Tensor, p: Tensor) -> Tensor:
     return h.to(z.dtype)
 
 
-def _second(problem: Problem, call: Call, expert: int, h: Tensor, p: Tensor) -> Tensor:
+def _second(problem: Problem, call: Call, h: Tensor, chunk: Chunk) -> Tensor:
     """Return ``y``, rounded to the dtype of ``h``."""
     scaled_bias = call.down_bias is not None and problem.placement == ProbPlacement.FC2_INPUT
     if not scaled_bias and call.norm_scale is None:
-        return _project(h, call.down[expert], call.down_bias, expert)
-    # What follows the product must see its unrounded sum.
-    y = linear(h.to(p.dtype), call.down[expert].to(p.dtype))
-    if call.down_bias is not None:
-        bias = call.down_bias[expert].to(p.dtype)
-        y += p * bias if scaled_bias else bias
-    if call.norm_scale is not None and problem.norm_eps is not None:
-        y *= call.norm_scale.to(p.dtype)
-        y *= torch.rsqrt(y.square().mean(-1, keepdim=True) + problem.norm_eps)
+        return product(h, call.down, call.down_bias, chunk)
+    y = unrounded(problem, call, h, chunk)
+    if call.norm_scale is not None:
+        y = Normed.of(problem, call.norm_scale, y).y
     return y.to(h.dtype)
 
 
-def backward(
-    problem: Problem, call: Call, z: Tensor, dout: Tensor, wanted: tuple[bool, ...]
-) -> Gradients:
-    """Return the wanted gradients from ``z``; recomputes h.
+def unrounded(problem: Problem, call: Call, h: Tensor, chunk: Chunk) -> Tensor:
+    """Return the second projection with its bias, in the accumulation dtype.
 
-    Determinism: repeatable; rows ascend in every sum over rows.
+    Determinism: see ``product``.
     """
-    want = {name for name, asked in zip(DIFFERENTIABLE, wanted, strict=True) if asked}
-    on_input = problem.placement == ProbPlacement.FC1_INPUT
-    want_probs = "topk_probs" in want
-    rows = _Rows(problem, call)
-    wide, dtype = accumulate_dtype(problem), DTYPES[problem.dtype]
-    dout = dout.to(dtype)
-    dx = torch.zeros(call.x.shape, dtype=wide)
-    dprobs = torch.zeros(call.topk_probs.numel(), dtype=wide)
-    grads: dict[str, Tensor] = {
-        name: torch.zeros_like(tensor)
-        for name in ("gate_up", "down", "gate_up_bias", "down_bias")
-        if name in want and (tensor := getattr(call, name)) is not None
-    }
-    for expert, span in rows.groups:
-        tokens, p = rows.tokens[span], rows.probs[span]
-        dy = dout[tokens]
-        local = _derivative(problem, z[span].to(wide))
-        dh = (dy @ call.down[expert]).to(wide)
-        scale = 1.0 if on_input else p
-        if want_probs and not on_input:
-            dp = (dh * local.h).sum(-1)
-            if call.down_bias is not None:
-                dp += dy.to(wide) @ call.down_bias[expert].to(wide)
-            dprobs[rows.slots[span]] = dp
-        dz = dh * scale * local.gate
-        if local.up is not None:
-            dz = merge_gate_up(dz, dh * scale * local.up, problem.layout)
-        dz = dz.to(dtype)
-        x = call.x[tokens]
-        part = _Part(dy, dz, local.h, x, p, scale)
-        for name, grad in grads.items():
-            grad[expert] = _parameter_gradient(problem, name, part)
-        if "x" in want or (want_probs and on_input):
-            dx_slot = (dz @ call.gate_up[expert]).to(wide)
-            if on_input:
-                dprobs[rows.slots[span]] = (dx_slot * x.to(wide)).sum(-1)
-                dx_slot = dx_slot * p
-            dx.index_add_(0, tokens, dx_slot)
-    if "x" in want:
-        grads["x"] = dx.to(dtype)
-    if want_probs:
-        grads["topk_probs"] = dprobs.view_as(call.topk_probs).to(call.topk_probs.dtype)
-    return Gradients(**grads)
+    wide, bias = chunk.p.dtype, call.down_bias
+    parts = []
+    for expert, rows in chunk.groups:
+        part = linear(h[rows].to(wide), call.down[expert].to(wide))
+        if bias is not None:
+            row = bias[expert].to(wide)
+            part += chunk.p[rows] * row if problem.placement == ProbPlacement.FC2_INPUT else row
+        parts.append(part)
+    return torch.cat(parts)
 
 
-class _Part(NamedTuple):
-    """What the parameter gradients of one expert are made of; one row per row of the expert."""
+class Normed(NamedTuple):
+    """The post-expert norm of some rows: ``y = before · scale · inverse``."""
 
-    # (rows, H) gradient of the second projection before ``scale``, in D.
-    dy: Tensor
-    # (rows, 2F or F) gradient of the first projection, in D.
-    dz: Tensor
-    # (rows, F) before ``scale``, unrounded.
-    h: Tensor
-    # (rows, H) and (rows, 1).
-    x: Tensor
-    p: Tensor
-    # The probability, where it comes after the activation.
-    scale: Tensor | float
+    # (rows, H).
+    y: Tensor
+    before: Tensor
+    # (H,) and (rows, 1).
+    scale: Tensor
+    inverse: Tensor
 
+    @staticmethod
+    def of(problem: Problem, norm_scale: Tensor, before: Tensor) -> "Normed":
+        """Return the norm of ``before``, all in its dtype."""
+        assert problem.norm_eps is not None
+        scale = norm_scale.to(before.dtype)
+        scaled = before * scale
+        inverse = torch.rsqrt(scaled.square().mean(-1, keepdim=True) + problem.norm_eps)
+        return Normed(scaled * inverse, before, scale, inverse)
 
-def _parameter_gradient(problem: Problem, name: str, part: _Part) -> Tensor:
-    wide = part.p.dtype
-    if name == "down":
-        return part.dy.T @ (part.h * part.scale).to(part.dy.dtype)
-    if name == "down_bias":
-        return (part.dy.to(wide) * part.scale).sum(0)
-    if name == "gate_up_bias":
-        return part.dz.to(wide).sum(0)
-    return part.dz.T @ _input(problem, part.x, part.p)
-
-
-def _derivative(problem: Problem, z: Tensor) -> act.Derivative:
-    if not problem.activation.gated:
-        return act.derivative(problem.activation, z, None)
-    return act.derivative(problem.activation, *split_gate_up(z, problem.layout))
+    def backward(self, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of ``before`` and, summed over the rows, of ``scale``."""
+        dscaled = self.inverse * (dy - self.y * (dy * self.y).mean(-1, keepdim=True))
+        return dscaled * self.scale, (dscaled * self.before).sum(0)

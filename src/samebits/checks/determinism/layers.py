@@ -1,0 +1,202 @@
+"""Variants of whole layers: for each family of options and each entry of the tile tables.
+
+The tiles are those of sm_90: on another architecture the replays say that others were launched.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from samebits.activation import Activation
+from samebits.checks.determinism import calls
+from samebits.checks.determinism.operations import (
+    ACTIVATION,
+    GPT_OSS,
+    PERMUTE,
+    forward_tile,
+    move_config,
+    sort_kernels,
+)
+from samebits.checks.determinism.variant import Variant
+from samebits.ops.grouped_gemm import tuning as grouped_tuning
+from samebits.ops.hidden_gradient import tuning as hidden_tuning
+from samebits.ops.indirect_gemm import tuning as indirect_tuning
+from samebits.ops.weight_gradient import tuning as weight_tuning
+from samebits.problem import DTYPES, Problem, ProbPlacement
+from samebits.weights import Layout
+
+HIDDEN = "ops/hidden_gradient/kernel.py:"
+INDIRECT = "ops/indirect_gemm/kernel.py:"
+WEIGHT = "ops/weight_gradient/kernel.py:"
+FIRST, SECOND = f"{INDIRECT}_first_projection_kernel", f"{INDIRECT}_second_projection_kernel"
+
+_QWEN = Problem(H=2048, F=768, E=128, K=8, dtype="bf16", device="sm_90")
+_FEW = replace(_QWEN, E=32)
+_WHOLE = Problem(
+    H=2880, F=2880, E=32, K=4, dtype="bf16", device="sm_90",
+    activation=GPT_OSS, layout=Layout(interleave=1), gate_up_bias="bf16", down_bias="bf16",
+)  # fmt: skip
+# Families of options, in sizes of real models: some races show in no others.
+FAMILIES: dict[str, Problem] = {
+    "plain": _QWEN,
+    "gpt-oss": _WHOLE,
+    "fc1_input": replace(_FEW, K=1, placement=ProbPlacement.FC1_INPUT),
+    "fc2_input": replace(
+        _FEW, placement=ProbPlacement.FC2_INPUT, gate_up_bias="fp32", down_bias="fp32"
+    ),
+    "ungated": replace(_FEW, activation=Activation(kind="relu2", gated=False)),
+    "local": replace(_FEW, N=128, expert_start=32, counted=True),
+    # Multiples of no 16 bytes: pointers instead of descriptors, and a tail in every contraction.
+    "odd": replace(_FEW, H=2050, F=770),
+    # Stored as (E, in, out): a strided view.
+    "in_out": _FEW,
+}
+# Rows per expert that stand for the last entry of a table, and for the rest of it.
+_MANY = 512.0
+_POINTS = (10.0, 100.0, _MANY)
+
+
+def layers() -> Iterator[Variant]:
+    """Yield every variant of a layer."""
+    points = sorted({min(entry.most, _MANY) for entry in indirect_tuning.TABLE})
+    for dtype, families in (
+        ("bf16", tuple(FAMILIES)),
+        ("fp16", ("plain", "gpt-oss", "odd")),
+        ("fp32", ("plain", "gpt-oss", "odd")),
+    ):
+        for family in families:
+            problem = _in(FAMILIES[family], dtype)
+            yield from _unlike(_forward(family, problem, point) for point in points)
+            yield from _unlike(_backward(family, problem, point) for point in _backward_points())
+            if family in ("plain", "gpt-oss", "fc2_input"):
+                yield from _unlike(_grouped(family, problem, point) for point in _POINTS[::2])
+    yield _suspect()
+
+
+def _backward_points() -> list[float]:
+    tables: list[Any] = [*hidden_tuning.TABLE, *weight_tuning.TABLE]
+    return sorted({*_POINTS, *(min(entry.most, _MANY) for entry in tables)})
+
+
+def _unlike(variants: Iterator[Variant]) -> Iterator[Variant]:
+    """Yield variants whose tiles differ from those of the ones before."""
+    seen: list[Any] = []
+    for variant in variants:
+        tiles = {k: v for k, v in variant.config.items() if k not in ("tokens", "_sum_kernel")}
+        if tiles not in seen:
+            seen.append(tiles)
+            yield variant
+
+
+def _in(problem: Problem, dtype: str) -> Problem:
+    if dtype == "bf16":
+        return problem
+    bias = None if problem.gate_up_bias is None else dtype
+    problem = replace(problem, dtype=dtype, E=32, gate_up_bias=bias, down_bias=bias)
+    if dtype == "fp32":
+        # IEEE products take ten times as long; rows per expert choose the tile, not these sizes.
+        hidden, columns = (2 * (size // 4) for size in (problem.H, problem.F))
+        problem = replace(problem, H=hidden, F=columns, E=16)
+    return problem
+
+
+def _variant(
+    backend: str,
+    family: str,
+    problem: Problem,
+    tokens: int,
+    kernels: Sequence[str],
+    tiles: dict[str, Any],
+) -> Variant:
+    size = DTYPES[problem.dtype].itemsize
+    moved = move_config(tokens, problem.H, problem.K, size)
+    words = [backend, "gradients"] if problem.grad else [backend]
+    return Variant(
+        name=f"{' '.join(words)} {problem.dtype} {family} T={tokens}",
+        kernels=list(dict.fromkeys([*kernels, *sort_kernels(tokens * problem.K)])),
+        config={"problem": str(problem), "tokens": tokens, "_sum_kernel": moved, **tiles},
+        prepare=partial(calls.layer, problem, tokens, backend, transposed=family == "in_out"),
+    )
+
+
+def _tile(family: str, problem: Problem, config: Any) -> dict[str, Any]:
+    if problem.dtype == "fp32":
+        config = config.for_fp32()
+    return asdict(replace(config, tma=False) if family == "odd" else config)
+
+
+def _projections(family: str, problem: Problem, tokens: int) -> dict[str, Any]:
+    first, second = indirect_tuning.heuristic(tokens * problem.K, problem.E, problem.device)
+    return {
+        "_first_projection_kernel": _tile(family, problem, first),
+        "_second_projection_kernel": _tile(family, problem, second),
+    }
+
+
+def _forward(family: str, problem: Problem, per_expert: float) -> Variant:
+    tokens = int(per_expert * problem.experts / problem.K)
+    kernels = [FIRST, SECOND, f"{PERMUTE}_sum_kernel"]
+    if problem.placement == ProbPlacement.FC1_INPUT:
+        kernels.append(f"{PERMUTE}_gather_kernel")
+    tiles = _projections(family, problem, tokens)
+    return _variant("fused", family, problem, tokens, kernels, tiles)
+
+
+def _backward(family: str, problem: Problem, per_expert: float) -> Variant:
+    problem = replace(problem, grad=True, E=min(problem.E, 32))
+    tokens = int(per_expert * problem.experts / problem.K)
+    rows = tokens * problem.K
+    kernels = [
+        f"{HIDDEN}_hidden_gradient_kernel",
+        f"{WEIGHT}_weight_gradient_kernel",
+        f"{WEIGHT}_order_kernel",
+        FIRST,
+        SECOND,
+        *(f"{PERMUTE}{name}" for name in ("_sum_kernel", "_gather_kernel", "_tiles_kernel")),
+    ]
+    if problem.placement != ProbPlacement.FC1_INPUT:
+        kernels.append(f"{HIDDEN}_probs_gradient_kernel")
+    if problem.gate_up_bias is not None:
+        kernels += [f"{WEIGHT}_chunk_sums_kernel", f"{WEIGHT}_sum_chunks_kernel"]
+    hidden = hidden_tuning.heuristic(rows, problem.E, problem.device)
+    weight = weight_tuning.heuristic(rows, problem.E, problem.device)
+    tiles = _projections(family, problem, tokens) | {
+        "_hidden_gradient_kernel": _tile(family, problem, hidden),
+        "_weight_gradient_kernel": _tile(family, problem, weight),
+    }
+    return _variant("fused", family, problem, tokens, kernels, tiles)
+
+
+def _grouped(family: str, problem: Problem, per_expert: float) -> Variant:
+    tokens = int(per_expert * problem.experts / problem.K)
+    rows = tokens * problem.K
+    kernels = [
+        f"{ACTIVATION}_activation_forward_kernel",
+        *(f"{PERMUTE}{name}" for name in ("_sum_kernel", "_gather_kernel")),
+    ]
+    size = DTYPES[problem.dtype].itemsize
+    tiles = {"_activation_forward_kernel": forward_tile(rows, problem.F, size)}
+    by_torch = problem.dtype == "bf16" and problem.gate_up_bias is None
+    if not (by_torch and grouped_tuning.prefers_torch(rows, problem.E)):
+        kernels.insert(0, SECOND)
+        config = grouped_tuning.config_of(rows, problem.E, problem.device, problem.dtype)
+        tiles["_second_projection_kernel"] = asdict(config)
+    return _variant("grouped", family, problem, tokens, kernels, tiles)
+
+
+def _suspect() -> Variant:
+    """Return a tile that is in no table: on Triton 3.6.0 and an H200 it raced, now and then."""
+    tile = indirect_tuning.Config(
+        block_r=128, block_n=128, block_k=64, num_warps=8, num_stages=4,
+        swap=True, group=1, programs=1 << 20,
+    )  # fmt: skip
+    return Variant(
+        name="suspect first projection",
+        kernels=[FIRST],
+        config={"_first_projection_kernel": asdict(tile)},
+        prepare=partial(
+            calls.layer_with_tiles, _QWEN, 4096, (tile, indirect_tuning.TABLE[-1].second)
+        ),
+        expected="either",
+    )

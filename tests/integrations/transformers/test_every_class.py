@@ -1,7 +1,13 @@
-"""Every decorated class of the installed transformers is computed right by ours, or refused."""
+"""Every decorated class of the installed transformers is computed right by ours, or refused.
+
+A refusal has a row in docs/refused.md: the JSON of the check and the page say the same.
+"""
+
+import json
 
 import pytest
 import torch
+from refusals import documented
 
 from samebits.checks.models.experts import judge_case, judge_class
 from samebits.integrations.transformers import tiny, zoo
@@ -31,5 +37,26 @@ def test_the_class_itself_is_one_function(found):
 def test_ours_is_right_or_refused(found, dtype):
     findings = list(judge_case(TinyExperts(found, tiny.DEFAULT_SIZES), PROVIDER, [SAMEBITS], dtype))
     assert wrong(findings) == []
-    ours = {f.verdict for f in findings if f.implementation == SAMEBITS}
-    assert ours in ({"pass"}, {"unsupported"})
+    ours = [json.loads(f.to_json()) for f in findings if f.implementation == SAMEBITS]
+    assert {line["verdict"] for line in ours} in ({"pass"}, {"unsupported"})
+    assert undocumented(ours) == []
+
+
+def undocumented(lines):
+    """Return the notes of refusals for which the page has no row."""
+    rows = documented()
+    refused = [line for line in lines if line["verdict"] == "unsupported"]
+    return [
+        line["note"]
+        for line in refused
+        if not any(
+            row.cls == line["model"].rpartition(".")[2] and row.reason in line["note"]
+            for row in rows
+        )
+    ]
+
+
+def test_a_refusal_without_a_row_is_noticed():
+    about = {"verdict": "unsupported", "model": "finegrained_fp8.FP8Experts"}
+    known, other = about | {"note": "the experts are FP8"}, about | {"note": "no such reason"}
+    assert undocumented([known, other, other | {"verdict": "pass"}]) == ["no such reason"]

@@ -2,11 +2,11 @@
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 import transformers
+from refusals import documented
 from torch import nn
 from transformers import MixtralConfig
 from transformers.activations import ACT2FN
@@ -20,26 +20,7 @@ from samebits.integrations.transformers.reach import looks_like_experts
 pytestmark = pytest.mark.reference
 
 ROOT = Path(transformers.__file__).parent
-DOCUMENT = Path(__file__).parents[3] / "docs" / "refused.md"
 _CLASS = re.compile(r"^class (\w+)\((?:torch\.)?(?:nn\.)?Module\w*\)", re.MULTILINE)
-
-
-class Refusal(NamedTuple):
-    cls: str
-    option: str
-    reason: str
-
-
-def documented():
-    rows = []
-    for line in DOCUMENT.read_text().splitlines():
-        cells = [cell.strip() for cell in line.split("|")]
-        if len(cells) == 6 and cells[1].startswith("`"):
-            rows += [
-                Refusal(cls, cells[2].strip("`"), cells[3])
-                for cls in re.findall(r"`(\w+)`", cells[1])
-            ]
-    return rows
 
 
 REFUSALS = documented()

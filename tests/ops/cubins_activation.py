@@ -109,6 +109,9 @@ def build(case: Case, sm: int) -> Any:
     names = function.arg_names
     constants |= {name: value for name, value in tiles.items() if name in names}
     pointers = _pointers(case)
+    if not config.walk:
+        # A launch of its own adds the sums of columns.
+        pointers["dp_ptr"] = None
     constants |= {name: None for name in names if name in pointers and pointers[name] is None}
     signature: dict[str, Any] = {}
     attributes = {}

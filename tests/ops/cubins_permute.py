@@ -37,7 +37,10 @@ def _sort(experts: int, **more: int) -> dict[str, int]:
 def _move(hidden: int, topk: int, dtype: str, *given: str) -> tuple[Any, ...]:
     config = tuning.heuristic(16384, hidden, topk, _SIZES[dtype])
     pow2 = triton.next_power_of_2(topk)
-    sizes = {"TOPK": topk, "TOPK_POW2": pow2, "BLOCK_H": config.block_h}
+    sizes = {
+        "TOPK": topk, "TOPK_POW2": pow2, "WIDE_KEYS": False,
+        "BLOCK_H": config.block_h, "AHEAD": config.ahead,
+    }  # fmt: skip
     return config.num_warps, sizes, "i64", dtype, given
 
 

@@ -156,9 +156,25 @@ def test_tiles_of_columns_do_not_change_bits() -> None:
     operands = make_operands(case, torch.float32)
     expected = loop(operands, case)
 
-    for config in (None, Config(block_h=128, num_warps=2), Config(block_h=512, num_warps=8)):
+    for config in (
+        None,
+        Config(block_h=128, num_warps=2, ahead=2),
+        Config(block_h=512, num_warps=8, ahead=1),
+    ):
         for name, value in Launchers(config).results(operands, case).items():
             assert_bitwise_equal(value, expected[name], f"{name} {config}")
+
+
+@pytest.mark.interpret
+def test_keys_of_64_bits_order_rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(tokens=5, hidden=70, topk=3, dropped=True)
+    operands = make_operands(case, torch.float32)
+    monkeypatch.setattr(tuning, "MOST_NARROW_KEY", 0)
+
+    results = Launchers(None).results(operands, case)
+
+    for name, value in loop(operands, case).items():
+        assert_bitwise_equal(results[name], value, name)
 
 
 @pytest.mark.parametrize("run", RUNNERS)

@@ -1,4 +1,4 @@
-"""Find the expert of sorted rows from ``offsets``, and add column products in a fixed order."""
+"""Find the expert of sorted rows, sort the rows of a token, add products in a fixed order."""
 
 import triton
 import triton.language as tl
@@ -25,6 +25,27 @@ def expert_of_row(offsets_ptr, rows, E: tl.constexpr):
         low = tl.where(inside, middle, low)
         high = tl.where(inside, high, tl.where(middle > low, middle - 1, low))
     return low
+
+
+@triton.jit
+def keys_ascending(
+    inverse_ptr, first, R, TOPK: tl.constexpr, POW2: tl.constexpr, WIDE: tl.constexpr
+):
+    """Return a tuple of ``row * POW2 + choice`` for the slots from ``first`` on, ascending.
+
+    Scalars, sorted by insertion in every thread: nothing waits for a shuffle, and all rows are
+    known before the first is loaded. Dropped slots come last, with row R. ``WIDE``: 64-bit keys.
+    """
+    ordered = ()
+    for k in tl.static_range(TOPK):
+        row = tl.minimum(tl.load(inverse_ptr + first + k), R)
+        key = row.to(tl.int64 if WIDE else tl.int32) * POW2 + k
+        placed = ()
+        for other in tl.static_range(k):
+            placed = placed + (tl.minimum(key, ordered[other]),)  # noqa: RUF005
+            key = tl.maximum(key, ordered[other])
+        ordered = placed + (key,)  # noqa: RUF005
+    return ordered
 
 
 @triton.jit
@@ -59,11 +80,14 @@ def _add_pairs(values, BLOCK_R: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def sum_ascending(partial_ptrs, mask, COUNT):
-    """Return ``((0 + p[0]) + p[1]) + …`` over ``COUNT`` neighbours behind each pointer."""
+def sum_ascending(partial_ptrs, mask, COUNT, STEP: tl.constexpr = 16):
+    """Return ``((0 + p[0]) + p[1]) + …`` over ``COUNT`` neighbours behind each pointer.
+
+    ``STEP`` of them are loaded at a time.
+    """
     total = tl.where(mask, 0.0, 0.0)
-    for start in range(0, COUNT, 16):
-        for step in tl.static_range(16):
+    for start in range(0, COUNT, STEP):
+        for step in tl.static_range(STEP):
             inside = mask & (start + step < COUNT)
             total += tl.load(partial_ptrs + (start + step), mask=inside, other=0.0)
     return total

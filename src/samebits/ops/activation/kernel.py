@@ -6,9 +6,10 @@
               h[r, j]  = D(a · p[r])      dp[r] = Σ_j dh[r, j] · a[r, j]      dbias[e] = Σ_r dz[r, :]
 
 A program owns ``[BLOCK_R, BLOCK_F]`` of h and the gate and up columns behind it; column blocks of
-one row block are neighbours in the grid. With dp a program owns whole rows and walks over their
-column blocks. With bias gradients a program owns up to 64 rows of one expert, counted from the
-expert's first row, and walks down the rows. Everything is fp32 between a load and a store.
+one row block are neighbours in the grid. With dp a program may own whole rows and walk over their
+column blocks; otherwise a second launch adds the sums of columns. With bias gradients a program owns
+up to 64 rows of one expert, counted from the expert's first row, and walks down the rows. Everything
+is fp32 between a load and a store.
 
 Order of sums, the same for every tile: dp adds the sums of 64 columns in ascending order (inside
 the 64: neighbours in pairs, six times); a bias gradient adds the rounded dz rows of 64 rows in
@@ -165,13 +166,13 @@ def _activation_backward_kernel(
     EXPERTS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    WITH_DP: tl.constexpr = dp_ptr is not None
+    # Walk over all column blocks of the rows, and finish their dp.
+    WALK: tl.constexpr = dp_ptr is not None
     column_blocks = tl.cdiv(F, BLOCK_F)
-    # With dp this program walks over all column blocks of its rows.
-    per_row = 1 if WITH_DP else column_blocks
+    per_row = 1 if WALK else column_blocks
     first = (tl.program_id(0) // per_row).to(tl.int64) * BLOCK_R
     start = (tl.program_id(0) % per_row) * BLOCK_F
-    stop = F if WITH_DP else tl.minimum(start + BLOCK_F, F)
+    stop = F if WALK else tl.minimum(start + BLOCK_F, F)
     live = _live_rows(R, num_rows_ptr, offsets_ptr, EXPERTS)
     if first >= live:
         return
@@ -208,13 +209,13 @@ def _activation_backward_kernel(
         if h_ptr is not None:
             h = (act * p).to(h_ptr.dtype.element_ty)
             tl.store(h_ptr + (rows * F)[:, None] + columns, h, mask=mask)
-        if WITH_DP:
+        if partial_ptr is not None:
             sums = sum_of_64_columns(tl.where(mask, dh * act, 0.0), BLOCK_R, BLOCK_F)
             places = column // 64 + tl.arange(0, BLOCK_F // 64)[None, :]
             partial_ptrs = partial_ptr + (rows * partials)[:, None] + places
             tl.store(partial_ptrs, sums, mask=inside & (places < partials))
 
-    if WITH_DP:
+    if WALK:
         # The partial sums were written by other threads of this program.
         tl.debug_barrier()
         row_starts = partial_ptr + rows * partials
@@ -347,22 +348,15 @@ def _sum_chunks_kernel(
 
 @triton.jit(do_not_specialize=["R"])
 def _sum_partials_kernel(
-    partial_ptr,
-    dp_ptr,
-    offsets_ptr,
-    num_rows_ptr,
-    R,
-    partials,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    partial_ptr, dp_ptr, offsets_ptr, num_rows_ptr, R, partials,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Add the 64-column sums of each row in ascending order."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = _live_rows(R, num_rows_ptr, offsets_ptr, EXPERTS)
     inside = rows < live
-    tl.store(
-        dp_ptr + rows, sum_ascending(partial_ptr + rows * partials, inside, partials), mask=inside
-    )
+    dp = sum_ascending(partial_ptr + rows * partials, inside, partials, STEP=32)
+    tl.store(dp_ptr + rows, dp, mask=inside)
 
 
 def _layout_flags(layout: Layout) -> dict[str, int | bool]:
@@ -451,14 +445,25 @@ def _launch_rows(
     z, bias, offsets, row_probs, num_rows, scalars = operands
     rows, columns = dh.shape
     tile = TileOptions.of(activation)
-    per_row = 1 if result.dp is not None else triton.cdiv(columns, config.block_f)
+    partial = _partials(result, columns)
+    walk = partial is not None and config.walk
+    per_row = 1 if walk else triton.cdiv(columns, config.block_f)
     _activation_backward_kernel[(triton.cdiv(rows, config.block_r) * per_row,)](
         dh, dh.stride(0), z, z.stride(0), bias, row_probs,
-        result.dz, result.h, result.dp, _partials(result, columns),
+        result.dz, result.h, result.dp if walk else None, partial,
         offsets, num_rows, scalars, rows, columns,
         tile.scalars, **tile.flags, **_layout_flags(layout), EXPERTS=_experts(operands),
         BLOCK_R=config.block_r, BLOCK_F=config.block_f, STAGES=config.num_stages,
         num_warps=config.num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    if partial is not None and not walk:
+        _sum_partials(partial, operands, result)
+
+
+def _sum_partials(partial: Tensor, operands: Operands, result: Backward) -> None:
+    _sum_partials_kernel[(triton.cdiv(partial.shape[0], 32),)](
+        partial, result.dp, operands.offsets, operands.num_rows, *partial.shape,
+        EXPERTS=_experts(operands), BLOCK=32, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -492,7 +497,4 @@ def _launch_chunks(
         **sizes, CHUNK=CHUNK, BLOCK=128, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     if partial is not None:
-        _sum_partials_kernel[(triton.cdiv(rows, 128),)](
-            partial, result.dp, offsets, num_rows, rows, partial.shape[1],
-            EXPERTS=experts, BLOCK=128, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        _sum_partials(partial, operands, result)

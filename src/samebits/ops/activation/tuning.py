@@ -19,9 +19,11 @@ class Config:
     num_warps: int
     # Tiles in flight per program, where it walks over several; 1 leaves it to the other programs.
     num_stages: int = 1
+    # With dp: a program walks over all columns of its rows; else a second launch adds their sums.
+    walk: bool = True
 
 
-# Elements of h per tile, from benchmarks/tune_activation.py on an H200: wide rows want large tiles.
+# Elements of h per tile, from benchmarks/tune_copies.py on an H200: wide rows want large tiles.
 FORWARD_ELEMENTS = 2048
 NARROW_FORWARD_ELEMENTS = 1024
 BACKWARD_ELEMENTS = 2048
@@ -80,12 +82,15 @@ def backward_heuristic(
     return replace(config, block_r=1) if dbias else config
 
 
-def candidates(columns: int, itemsize: int, *, backward: bool) -> list[Config]:
-    """Return the configurations worth timing, the heuristic ones among them."""
-    found = []
+def candidates(columns: int, itemsize: int, *, backward: bool, dp: bool = False) -> list[Config]:
+    """Return the configurations worth timing."""
     most = BACKWARD_ELEMENTS if backward else FORWARD_ELEMENTS
-    for elements in (most // 4, most // 2, most, 2 * most):
+    found = []
+    for elements in ((most // 8,) if dp else ()) + (most // 4, most // 2, most, 2 * most):
         config = _config(columns, elements * 2 // itemsize, itemsize)
-        for warps in (config.num_warps, 2 * config.num_warps):
-            found += [replace(config, num_warps=warps, num_stages=n) for n in (1, 3)]
-    return found if backward else [config for config in found if config.num_stages == 1]
+        found += [
+            replace(config, num_warps=warps, num_stages=stages)
+            for warps in (config.num_warps, 2 * config.num_warps)
+            for stages in ((1, BACKWARD_STAGES) if backward else (1,))
+        ]
+    return found + [replace(config, walk=False) for config in found] if dp else found

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from samebits.ops._triton.rows import sum_ascending, sum_of_64_columns
+from samebits.ops._triton.rows import keys_ascending, sum_ascending, sum_of_64_columns
 from samebits.ops.permute import tuning
 from samebits.ops.permute.tuning import Config, Metadata, Tiles
 
@@ -235,26 +235,14 @@ def _gather_kernel(
         )
 
 
-@triton.jit
-def _next_row(waiting, probs, choice, R):
-    """Return ``(waiting, row, choice, p)`` of the least waiting row, and mark it as taken.
-
-    Dropped slots hold R, and so does one that is taken: rows of one token differ.
-    """
-    row = tl.min(waiting, 0)
-    taken = waiting == row
-    p = tl.sum(tl.where(taken, probs, 0.0), 0)
-    which = tl.min(tl.where(taken, choice, 2147483647), 0)
-    return tl.where(taken, R, waiting), row.to(tl.int64), which, p
-
-
 @triton.jit(do_not_specialize=["R"])
 def _sum_kernel(
     rows_ptr, stride_r, x_ptr, stride_xt, probs_ptr,
     out_ptr, partial_ptr, dp_ptr,
     inverse_ptr,
     R, H,
-    TOPK: tl.constexpr, TOPK_POW2: tl.constexpr, BLOCK_H: tl.constexpr,
+    TOPK: tl.constexpr, TOPK_POW2: tl.constexpr, WIDE_KEYS: tl.constexpr,
+    BLOCK_H: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     column_blocks = tl.cdiv(H, BLOCK_H)
     # With dp this program walks over all column blocks of its token.
@@ -264,13 +252,7 @@ def _sum_kernel(
     start = (tl.program_id(0) % per_token) * BLOCK_H
     stop = H if WITH_DP else tl.minimum(start + BLOCK_H, H)
     partials = tl.cdiv(H, 64)
-    choice = tl.arange(0, TOPK_POW2)
-    known = choice < TOPK
-    slots = token * TOPK + choice
-    inverse = tl.load(inverse_ptr + slots, mask=known, other=R)
-    probs = tl.zeros([TOPK_POW2], tl.float32)
-    if probs_ptr is not None:
-        probs = tl.load(probs_ptr + slots, mask=known, other=0.0).to(tl.float32)
+    ordered = keys_ascending(inverse_ptr, token * TOPK, R, TOPK, TOPK_POW2, WIDE_KEYS)
 
     for column in range(start, stop, BLOCK_H):
         columns = column + tl.arange(0, BLOCK_H)
@@ -278,29 +260,37 @@ def _sum_kernel(
         if WITH_DP:
             x = tl.load(x_ptr + token * stride_xt + columns, mask=mask, other=0.0).to(tl.float32)
         total = tl.zeros([BLOCK_H], tl.float32)
-        waiting = inverse
-        for _ in tl.static_range(TOPK):
-            waiting, row, which, p = _next_row(waiting, probs, choice, R)
-            inside = mask & (row < R)
-            y = tl.load(rows_ptr + row * stride_r + columns, mask=inside, other=0.0).to(tl.float32)
-            term = y
-            if probs_ptr is not None:
-                # The probability of a dropped slot may be NaN.
-                term = tl.where(inside, y * p, 0.0)
-            total += term
-            if WITH_DP:
-                product = tl.where(inside, x * y, 0.0)
-                sums = sum_of_64_columns(tl.reshape(product, [1, BLOCK_H]), 1, BLOCK_H)
-                places = column // 64 + tl.arange(0, BLOCK_H // 64)[None, :]
-                # Several dropped slots are taken at once: their sums are not looked at.
-                place = (token * TOPK + which) * partials + places
-                tl.store(partial_ptr + place, sums, mask=(places < partials) & (row < R))
+        for first in tl.static_range(0, TOPK, AHEAD):
+            # Up to AHEAD rows are on their way before the first is added.
+            loaded = ()
+            for k in tl.static_range(first, min(first + AHEAD, TOPK)):
+                row = ordered[k] // TOPK_POW2
+                row_ptrs = rows_ptr + row.to(tl.int64) * stride_r + columns
+                y = tl.load(row_ptrs, mask=mask & (row < R), other=0.0)
+                loaded = loaded + (y,)  # noqa: RUF005
+            for k in tl.static_range(first, min(first + AHEAD, TOPK)):
+                slot = token * TOPK + ordered[k] % TOPK_POW2
+                live = ordered[k] // TOPK_POW2 < R
+                y = loaded[k - first].to(tl.float32)
+                if probs_ptr is None:
+                    total += y
+                else:
+                    # The probability of a dropped slot may be NaN.
+                    total += y * tl.load(probs_ptr + slot, mask=live, other=0.0).to(tl.float32)
+                if WITH_DP:
+                    sums = sum_of_64_columns(tl.reshape(x * y, [1, BLOCK_H]), 1, BLOCK_H)
+                    places = column // 64 + tl.arange(0, BLOCK_H // 64)[None, :]
+                    partial_ptrs = partial_ptr + slot * partials + places
+                    tl.store(partial_ptrs, sums, mask=(places < partials) & live)
         tl.store(out_ptr + token * H + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
 
     if WITH_DP:
         # The partial sums were written by other threads of this program.
         tl.debug_barrier()
-        live = known & (inverse < R)
+        choice = tl.arange(0, TOPK_POW2)
+        slots = token * TOPK + choice
+        known = choice < TOPK
+        live = known & (tl.load(inverse_ptr + slots, mask=known, other=R) < R)
         dp = sum_ascending(partial_ptr + slots * partials, live, partials)
         tl.store(dp_ptr + slots, dp, mask=known)
 
@@ -421,13 +411,14 @@ def _launch_sum(rows, x, inverse, topk, probs, dtype, config):
     if out.numel() == 0:
         return out, dp if dp is None else dp.zero_()
     config = config or tuning.heuristic(tokens, hidden, topk, rows.element_size())
+    pow2 = triton.next_power_of_2(topk)
     blocks = 1 if x is not None else triton.cdiv(hidden, config.block_h)
     _sum_kernel[(tokens * blocks,)](
         rows, rows.stride(0), x, 0 if x is None else x.stride(0),
         None if probs is None else probs.contiguous(),
         out, partial, dp, inverse, total, hidden,
-        TOPK=topk, TOPK_POW2=triton.next_power_of_2(topk), BLOCK_H=config.block_h,
-        num_warps=config.num_warps, enable_fp_fusion=False,
+        TOPK=topk, TOPK_POW2=pow2, WIDE_KEYS=total * pow2 > tuning.MOST_NARROW_KEY,
+        BLOCK_H=config.block_h, AHEAD=config.ahead, num_warps=config.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
     return out, dp
 

@@ -13,6 +13,8 @@ CHUNK = 1024
 PROGRAMS = 256
 # Column sums of gradients of probabilities are taken over this many columns: part of their bits.
 COLUMNS_PER_SUM = 64
+# Rows of a token are sorted by row * (a power of two) + choice: in 32 bits while that is enough.
+MOST_NARROW_KEY = (1 << 31) - (1 << 16)
 
 
 class Tiles(NamedTuple):
@@ -97,6 +99,8 @@ class Config:
     block_h: int
     # Warps per program.
     num_warps: int
+    # Rows of a token that are on their way before the first is added.
+    ahead: int = 8
 
 
 # Widest block of columns, and how many programs fill a device with few tokens.
@@ -120,7 +124,14 @@ def heuristic(tokens: int, hidden: int, topk: int, itemsize: int) -> Config:
     return Config(block_h=block, num_warps=max(1, min(8, block // (32 * per_thread))))
 
 
-def candidates(hidden: int) -> list[Config]:
-    """Return the configurations worth timing."""
-    sizes = [size for size in (256, 512, 1024, 2048, 4096) if size < 2 * hidden]
-    return [Config(block_h=s, num_warps=w) for s in sizes or [256] for w in (1, 2, 4, 8)]
+def candidates(hidden: int, *, topk: int = 1) -> list[Config]:
+    """Return the configurations worth timing; with ``topk`` of them for sums."""
+    sizes = [size for size in (256, 512, 1024, 2048, 4096) if size < 2 * hidden] or [256]
+    return [
+        Config(block_h=size, num_warps=warps, ahead=ahead)
+        for size in sizes
+        for warps in (1, 2, 4, 8)
+        for ahead in ((4, 8) if topk > 4 else (8,))
+        # 8 to 32 elements for each thread.
+        if 256 <= size // warps <= 1024 or size == sizes[0]
+    ]

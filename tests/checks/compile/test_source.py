@@ -6,7 +6,9 @@ import programs
 import pytest
 import torch
 
+from samebits.checks.compile.follow_up import choose
 from samebits.checks.compile.job import Job, StepRecord
+from samebits.checks.compile.record import Audit
 from samebits.checks.compile.reproducer import write
 from samebits.checks.compile.sequence import Option, Scenario
 from samebits.checks.compile.source import copied, literal
@@ -58,6 +60,35 @@ def test_always_dynamic_code_needs_two_calls(tmp_path):
     )
 
     assert [values["limit"] for values, _ in run(source)["CALLS"][0]] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_code_that_is_compiled_already_is_made_dynamic_by_a_setting(tmp_path, dynamic):
+    where = ("programs:fused_swiglu", "programs:two_floats", "limit")
+
+    source = script(tmp_path, *where, dynamic=dynamic, compiled=True)
+
+    assert ("assume_static_by_default = False" in source) is bool(dynamic)
+    assert "compiled = target\n" in source
+
+
+def test_the_fault_that_is_shown_needs_no_setting_and_no_second_process():
+    option = Option("limit", LIMITS)
+    found = Audit("a:b", {})
+    found.scenarios = [
+        Scenario("always", (option,), False, True, 1),
+        Scenario("pair", (option, Option("eps", LIMITS)), False, None, 1),
+        Scenario("alone", (option,), True, None, 1),
+    ]
+    found.steps = [
+        StepRecord("always", "fresh", 1, wrong=True),
+        StepRecord("pair", "fresh", 2, wrong=True),
+        StepRecord("alone", "warm", 1, wrong=True),
+        StepRecord("alone", "fresh", 4, wrong=True),
+        StepRecord("alone", "fresh", 3),
+    ]
+
+    assert choose(found) is found.steps[3]
 
 
 def test_a_fault_of_the_second_process_needs_both(tmp_path):

@@ -36,12 +36,15 @@ def follow_up(found: Audit, job: Job, deadline: Deadline, tell: Tell) -> None:
 
 
 def choose(found: Audit) -> StepRecord:
-    """Return the wrong call that is simplest to show: one process, one number, one shape."""
-    numbers = {scenario.name: len(scenario.options) for scenario in found.scenarios}
-    return min(
-        found.wrong,
-        key=lambda s: (s.phase == "warm", numbers[s.scenario], s.shape, len(s.scenario), s.index),
-    )
+    """Return the wrong call that is simplest to show: one process, no setting, one number."""
+    scenarios = {scenario.name: scenario for scenario in found.scenarios}
+
+    def effort(step: StepRecord) -> tuple[int, ...]:
+        scenario = scenarios[step.scenario]
+        settings = (step.phase == "warm", bool(scenario.dynamic), len(scenario.options))
+        return (*settings, step.shape, scenario.gradient, step.index)
+
+    return min(found.wrong, key=effort)
 
 
 def _try_remedies(

@@ -73,12 +73,11 @@ def distance(a, b):
 
 
 def main(process):
-    eager = {eager}
     compiled = {compiled}
     wrong = False
     for values, shape in CALLS[process]:
         with torch.compiler.set_stance("force_eager"):
-            expected = call(eager, values, shape)
+            expected = call(target, values, shape)
         actual = call(compiled, values, shape)
         off = max(distance(a, e) for a, e in zip(actual, expected))
         stale = "  STALE" if off > {limit:.1e} else ""
@@ -116,11 +115,12 @@ def write(job: Job) -> dict[str, Any]:
         made = [f"{literal(list(c.args))}, {literal(c.kwargs)}" for c in calls]
     paths = [option.path for option in scenario.options]
     processes = _calls(scenario, fault)
-    name = "target"
-    if job.compiled:
-        eager = compiled = name
-    else:
-        eager, compiled = name, f"torch.compile({name}, dynamic={scenario.dynamic})"
+    compiled, switches = "target", ""
+    if not job.compiled:
+        compiled = f"torch.compile(target, dynamic={scenario.dynamic})"
+    elif scenario.dynamic:
+        # What dynamic=True sets, for functions that are compiled inside the target.
+        switches = "\n\ntorch._dynamo.config.assume_static_by_default = False"
     return {
         "source": _SCRIPT.format(
             title=f"A number of {job.target.name} goes stale: {', '.join(paths)}.",
@@ -128,13 +128,12 @@ def write(job: Job) -> dict[str, Any]:
             python=platform.python_version(),
             system=f"{platform.system()} {platform.machine()}",
             processes=len(processes),
-            imports=code.imports,
+            imports=code.imports + switches,
             function=code.text,
             inputs=_inputs(made) if made else _imported_inputs(),
             calls=_lines(processes),
             gradient=scenario.gradient,
             setters="\n".join(f"    {line}" for line in _setters(job, call, paths)),
-            eager=eager,
             compiled=compiled,
             limit=max(fault.allowed, fault.distance / 4 if fault.distance < fault.allowed else 0.0),
         )

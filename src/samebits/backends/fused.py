@@ -216,10 +216,11 @@ class _Products:
     def _input(self, dz: Tensor) -> Tensor:
         """Return the gradient of each row's input."""
         from samebits.ops.indirect_gemm.kernel import launch_second_projection
-        from samebits.ops.indirect_gemm.tuning import heuristic
+        from samebits.ops.indirect_gemm.tuning import input_gradient_heuristic
         from samebits.ops.permute.kernel import launch_tiles
 
-        _, config = heuristic(max(self.total, 1), self.problem.E, self.problem.device)
+        sizes = max(self.total, 1), self.problem.E
+        config = input_gradient_heuristic(*sizes, self.problem.device)
         if self.problem.dtype == "fp32":
             config = config.for_fp32()
         tiles = launch_tiles(self.metadata.offsets, self.total, config.block_r)

@@ -1,29 +1,35 @@
 """Tile shapes of the hidden gradient; all that an architecture uses compute the same bits."""
 
-from typing import NamedTuple
-
 from samebits.ops.indirect_gemm.tuning import UNMEASURED, Config
 
-
-class Entry(NamedTuple):
-    """The tile up to a number of rows per expert."""
-
-    # Slots per expert at most, on average.
-    most: float
-    config: Config
-
-
-TABLE: tuple[Entry, ...] = (
-    Entry(
-        float("inf"),
-        Config(block_r=64, block_n=128, block_k=64, num_warps=4, num_stages=3, programs=264),
+# bf16 on an H200, Triton 3.6.0, from benchmarks/tune_backward.py. Up to a number of slots per
+# expert, on average.
+TABLE: tuple[tuple[float, Config], ...] = (
+    (
+        24.0,
+        Config(
+            block_r=32, block_n=128, block_k=64, num_warps=4, num_stages=4, group=1,
+            programs=1 << 20,
+        ),
     ),
-)
+    (
+        48.0,
+        Config(
+            block_r=64, block_n=128, block_k=64, num_warps=4, num_stages=3, group=1,
+            programs=1 << 20,
+        ),
+    ),
+    (
+        200.0,
+        Config(block_r=64, block_n=256, block_k=64, num_warps=4, num_stages=2, programs=264),
+    ),
+    (float("inf"), Config(block_r=128, block_n=256, block_k=64, num_warps=8, num_stages=3)),
+)  # fmt: skip
 
 
 def every() -> list[Config]:
     """Return every tile that an architecture with evidence uses."""
-    return [entry.config for entry in TABLE]
+    return [config for _, config in TABLE]
 
 
 def heuristic(rows: int, experts: int, device: str) -> Config:
@@ -33,5 +39,4 @@ def heuristic(rows: int, experts: int, device: str) -> Config:
     """
     if device != "sm_90":
         return UNMEASURED
-    per_expert = rows / experts
-    return next(entry.config for entry in TABLE if per_expert <= entry.most)
+    return next(config for most, config in TABLE if rows / experts <= most)

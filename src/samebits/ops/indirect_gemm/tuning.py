@@ -72,16 +72,23 @@ class Entry(NamedTuple):
 
 # bf16 on an H200, Triton 3.6.0, from benchmarks/tune_indirect_gemm.py; both projections of an entry
 # have one block_r, that of the tile table. Every entry is proven to have the bits of the others
-# (tests/backends/test_fused.py). A 128×128×64 tile with swapped operands, 8 warps and 4 stages is
-# absent because it gave other bits in the first projection.
+# (tests/backends/test_fused.py).
 TABLE: tuple[Entry, ...] = (
-    Entry(1.0, _streamed(16, 64, 256, 4, 3), _streamed(16, 64, 128, 4, 5, swap=False)),
-    Entry(10.0, _streamed(16, 128, 128, 4, 3), _streamed(16, 64, 128, 4, 5, swap=False)),
-    Entry(24.0, _streamed(32, 128, 128, 8, 4), _streamed(32, 128, 128, 8, 4)),
-    Entry(48.0, _streamed(64, 128, 128, 8, 4), _streamed(64, 256, 64, 8, 4)),
-    Entry(100.0, _rows(64, 256, 8, 4, group=16), _rows(64, 128, 4, 4)),
+    Entry(10.0, _streamed(16, 128, 128, 4, 4), _streamed(16, 64, 128, 4, 5, swap=False)),
+    Entry(24.0, _streamed(32, 256, 128, 8, 3), _streamed(32, 128, 128, 8, 4)),
+    Entry(48.0, _streamed(64, 256, 64, 8, 4), _streamed(64, 256, 64, 8, 4)),
+    Entry(100.0, _rows(64, 256, 8, 4), _rows(64, 128, 4, 4)),
     Entry(300.0, _streamed(128, 256, 64, 8, 4), _rows(128, 256, 8, 3)),
     Entry(float("inf"), _rows(128, 256, 8, 4), _rows(128, 256, 8, 3)),
+)
+
+# The same for the gradient of the input, a product with the transposed first matrix; from
+# benchmarks/tune_backward.py. Up to a number of slots per expert, on average.
+INPUT_GRADIENT_TABLE: tuple[tuple[float, Config], ...] = (
+    (24.0, _streamed(32, 128, 64, 4, 4, swap=False)),
+    (48.0, _streamed(64, 128, 64, 4, 3, swap=False)),
+    (200.0, _rows(128, 256, 8, 3)),
+    (float("inf"), _rows(128, 256, 8, 3, group=16)),
 )
 
 # Where nothing has shown that two tiles share their bits there is one, whatever the size: it fits
@@ -104,3 +111,13 @@ def heuristic(rows: int, experts: int, device: str) -> tuple[Config, Config]:
     per_expert = rows / experts
     entry = next(entry for entry in TABLE if per_expert <= entry.most)
     return entry.first, entry.second
+
+
+def input_gradient_heuristic(rows: int, experts: int, device: str) -> Config:
+    """Return the tile of the gradient of the input; see ``heuristic``.
+
+    Determinism: pure function of its arguments; no choice changes bits.
+    """
+    if device != "sm_90":
+        return UNMEASURED
+    return next(config for most, config in INPUT_GRADIENT_TABLE if rows / experts <= most)

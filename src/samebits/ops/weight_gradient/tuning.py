@@ -1,7 +1,6 @@
 """Tile shapes of weight gradients; all that an architecture uses compute the same bits."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,25 +30,32 @@ class Config:
 UNMEASURED = Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=3, tma=False)
 
 
-class Entry(NamedTuple):
-    """The tile up to a number of rows per expert."""
-
-    # Slots per expert at most, on average.
-    most: float
-    config: Config
-
-
-TABLE: tuple[Entry, ...] = (
-    Entry(
-        float("inf"),
+# bf16 on an H200, Triton 3.6.0, from benchmarks/tune_backward.py. Up to a number of slots per
+# expert, on average.
+TABLE: tuple[tuple[float, Config], ...] = (
+    (
+        100.0,
+        Config(
+            block_m=64, block_n=128, block_k=32, num_warps=4, num_stages=3, programs=1 << 20
+        ),
+    ),
+    (
+        300.0,
+        Config(
+            block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3, programs=1 << 20
+        ),
+    ),
+    (
+        1100.0,
         Config(block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3, programs=264),
     ),
-)
+    (float("inf"), Config(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3)),
+)  # fmt: skip
 
 
 def every() -> list[Config]:
     """Return every tile that an architecture with evidence uses."""
-    return [entry.config for entry in TABLE]
+    return [config for _, config in TABLE]
 
 
 def heuristic(rows: int, experts: int, device: str) -> Config:
@@ -59,5 +65,4 @@ def heuristic(rows: int, experts: int, device: str) -> Config:
     """
     if device != "sm_90":
         return UNMEASURED
-    per_expert = rows / experts
-    return next(entry.config for entry in TABLE if per_expert <= entry.most)
+    return next(config for most, config in TABLE if rows / experts <= most)

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from samebits.activation import Activation
 from samebits.arguments import require_int, require_type
-from samebits.backends import check_name
-from samebits.backends.call import Call
-from samebits.backends.operator import Options, autocast_dtype, run
+from samebits.backends import check_name, repetition
+from samebits.backends.call import Call, check_out
+from samebits.backends.operator import autocast_dtype, compute, run
+from samebits.backends.options import Options
 from samebits.errors import must
 from samebits.problem import DTYPE_NAMES, ProbPlacement
 from samebits.routing import Routing
@@ -29,6 +30,7 @@ def experts(
     expert_start: int = 0,
     out_dtype: torch.dtype | None = None,
     num_valid_tokens: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return each token's weighted sum over its experts, ``Σ_k p_k · expert_k(x)``.
 
@@ -46,9 +48,13 @@ def experts(
         out_dtype: None or the dtype of ``x`` rounds the sum; float32 returns it unrounded.
         num_valid_tokens: ``(1,)`` int32 on the device of ``x``; rows of ``x`` from there on are
             not read, their output and gradient rows are 0.
+        out: Where to write the result, for callers with a buffer of their own: ``(T, H)``
+            contiguous, of the result's dtype, no memory in common with the other tensors. Not
+            where a gradient is wanted.
 
     Returns:
-        ``(T, H)``; differentiable in ``x``, the probabilities and every parameter.
+        ``(T, H)``; differentiable in ``x``, the probabilities and every parameter. ``out``, where
+        it is given.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -58,6 +64,15 @@ def experts(
     Determinism: bitwise repeatable. Each row independent of T and of the other rows on a GPU; on
     CPU the backend's ``notes`` say what holds.
     """
+    key = None
+    if not torch.compiler.is_compiling():
+        request = repetition.Request(
+            x, routing, weights, activation, placement, backend, expert_start, out_dtype,
+            num_valid_tokens, out,
+        )  # fmt: skip
+        key = repetition.key_of(request)
+        if key is not None and (known := repetition.repeat(key, request)) is not None:
+            return known
     call, options, num_experts = checked(
         x,
         routing,
@@ -69,6 +84,13 @@ def experts(
         out_dtype=out_dtype,
         num_valid_tokens=num_valid_tokens,
     )
+    if out is not None:
+        check_out(out, call, options.out_dtype or call.x.dtype)
+        call = call._replace(out=out)
+    if key is not None and not repetition.is_recorded(key):
+        return repetition.record(
+            key, request, lambda: compute(call, options, num_experts, expert_start, save=False)[0]
+        )
     return run(call, options, num_experts, expert_start)
 
 

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from samebits.arguments import require_type
+from samebits.errors import must
 from samebits.problem import Problem
 
 
@@ -29,6 +31,8 @@ class Call(NamedTuple):
     norm_scale: Tensor | None
     # (1,) int32.
     num_valid_tokens: Tensor | None
+    # (T, H), where the caller wants the output; a backend may return another tensor instead.
+    out: Tensor | None = None
 
 
 # The differentiable tensors of a call, in the order in which every backward returns gradients.
@@ -53,6 +57,43 @@ class Gradients(NamedTuple):
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     norm_scale: Tensor | None = None
+
+
+def check_out(out: Tensor, call: Call, dtype: torch.dtype) -> None:
+    """Raise unless ``out`` can take the result of ``call`` in ``dtype`` and is no part of it.
+
+    Determinism: pure function of shapes and addresses.
+    """
+    require_type("out", out, Tensor)
+    expected = f"{dtype} of shape {tuple(call.x.shape)} on {call.x.device}"
+    actual = f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
+    if actual != expected:
+        raise ValueError(must("out", f"be {expected}", actual))
+    if not out.is_contiguous():
+        raise ValueError(must("out", "be contiguous", f"strides {out.stride()}"))
+    # Addresses do not exist where a call is only traced.
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in zip(Call._fields, call, strict=True):
+        if tensor is not None and overlap(out, tensor):
+            raise ValueError(must("out", f"have no memory in common with {name}", "some"))
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether the addresses from the first to the last element of two tensors meet.
+
+    Determinism: pure function of addresses.
+    """
+    if one.numel() == 0 or other.numel() == 0:
+        return False
+    (start, stop), (first, last) = _span(one), _span(other)
+    return start < last and first < stop
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    start, size = tensor.data_ptr(), tensor.element_size()
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (reach + 1) * size
 
 
 def accumulate_dtype(problem: Problem) -> torch.dtype:

@@ -6,63 +6,18 @@ an ordinary dynamic dimension. The backend is chosen inside, from the real tenso
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from samebits import env
-from samebits.activation import Activation
 from samebits.backends import choose
 from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
+from samebits.backends.options import Options
 from samebits.errors import UnsupportedError, must
-from samebits.problem import DTYPE_NAMES, DTYPES, Problem, ProbPlacement
-from samebits.weights import Layout, PostExpertNorm
-
-
-class Options(NamedTuple):
-    """What a call is besides its tensors; ``text`` is how it enters an operator."""
-
-    activation: Activation
-    placement: ProbPlacement
-    layout: Layout
-    norm: PostExpertNorm | None
-    out_dtype: torch.dtype | None
-    backend: str
-
-    @property
-    def text(self) -> str:
-        """Canonical spelling, made of strings only so that it can be traced."""
-        norm = "" if self.norm is None else self.norm.key
-        out = "" if self.out_dtype is None else DTYPE_NAMES[self.out_dtype]
-        parts = (
-            self.activation.key,
-            self.placement.value,
-            self.layout.key,
-            norm,
-            out,
-            self.backend,
-        )
-        return "|".join(parts)
-
-    @staticmethod
-    def parse(text: str) -> "Options":
-        """Return the options that ``text`` spells."""
-        return _parse(text)
-
-
-@lru_cache(maxsize=4096)
-def _parse(text: str) -> Options:
-    activation, placement, layout, norm, out, backend = text.split("|")
-    return Options(
-        Activation.parse(activation),
-        ProbPlacement(placement),
-        Layout.parse(layout),
-        PostExpertNorm(eps=float(norm)) if norm else None,
-        DTYPES[out] if out else None,
-        backend,
-    )
+from samebits.problem import DTYPE_NAMES, Problem
 
 
 @lru_cache(maxsize=4096)
@@ -134,6 +89,7 @@ _OPTIONS = "str options, int num_experts, int expert_start"
 torch.library.define(
     "samebits::experts_forward", f"({_TENSORS}, {_OPTIONS}, bool save) -> (Tensor, Tensor)"
 )
+torch.library.define("samebits::experts_into", f"(Tensor(a!) out, {_TENSORS}, {_OPTIONS}) -> ()")
 _RETURNS = ", ".join("Tensor" for _ in DIFFERENTIABLE)
 torch.library.define(
     "samebits::experts_backward",
@@ -173,16 +129,39 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[None]:
     return torch.autocast(device.type, enabled=False)
 
 
-@torch.library.impl("samebits::experts_forward", "CompositeExplicitAutograd")
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    call = Call(*arguments[:9])
-    text, num_experts, expert_start, save = arguments[9:]
-    options = Options.parse(text)
+def compute(
+    call: Call, options: Options, num_experts: int, expert_start: int, *, save: bool
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, z)`` of the chosen backend, past the operator; see ``run``.
+
+    Determinism: the chosen backend's.
+    """
     check_ids(call, num_experts)
     problem = problem_of(options, call, num_experts, expert_start, grad=save)
     with outside_autocast(call.x.device):
         out, z = choose(options.backend, problem).forward(problem, call, save=save)
-    return out, z
+    if call.out is None or out is call.out:
+        return out, z
+    return call.out.copy_(out), z
+
+
+@torch.library.impl("samebits::experts_forward", "CompositeExplicitAutograd")
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    text, num_experts, expert_start, save = arguments[9:]
+    options = Options.parse(text)
+    return compute(Call(*arguments[:9]), options, num_experts, expert_start, save=save)
+
+
+@torch.library.impl("samebits::experts_into", "CompositeExplicitAutograd")
+def _forward_into(out: Tensor, *arguments: Any) -> None:
+    text, num_experts, expert_start = arguments[9:]
+    call = Call(*arguments[:9])._replace(out=out)
+    compute(call, Options.parse(text), num_experts, expert_start, save=False)
+
+
+@torch.library.register_fake("samebits::experts_into")  # type: ignore[untyped-decorator]
+def _forward_into_fake(out: Tensor, *arguments: Any) -> None:
+    return None
 
 
 @torch.library.register_fake("samebits::experts_forward")  # type: ignore[untyped-decorator]
@@ -262,7 +241,7 @@ def run(call: Call, options: Options, num_experts: int, expert_start: int) -> Te
 
     Determinism: the chosen backend's.
     """
-    arguments = (*call, options.text, num_experts, expert_start)
+    arguments = (*call[:9], options.text, num_experts, expert_start)
     tensors = [t for name in DIFFERENTIABLE if (t := getattr(call, name)) is not None]
     eager = not torch.compiler.is_compiling()
     if eager and any(unpack_dual(t).tangent is not None for t in tensors):
@@ -272,7 +251,14 @@ def run(call: Call, options: Options, num_experts: int, expert_start: int) -> Te
             raise UnsupportedError(
                 "a layer has no gradients under torch.func transforms; hint: torch.autograd.grad"
             )
+        if call.out is not None:
+            raise UnsupportedError(
+                "a layer has no gradients through out; hint: torch.no_grad(), or no out"
+            )
         out: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
         return out
+    if call.out is not None:
+        torch.ops.samebits.experts_into(call.out, *arguments)
+        return call.out
     out, _ = torch.ops.samebits.experts_forward(*arguments, False)
     return out

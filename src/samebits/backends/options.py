@@ -1,0 +1,54 @@
+"""The options of a call, and their spelling: made of strings, so that no float enters a graph."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from samebits.activation import Activation
+from samebits.problem import DTYPE_NAMES, DTYPES, ProbPlacement
+from samebits.weights import Layout, PostExpertNorm
+
+
+class Options(NamedTuple):
+    """What a call is besides its tensors; ``text`` is how it enters an operator."""
+
+    activation: Activation
+    placement: ProbPlacement
+    layout: Layout
+    norm: PostExpertNorm | None
+    out_dtype: torch.dtype | None
+    backend: str
+
+    @property
+    def text(self) -> str:
+        """Canonical spelling, made of strings only so that it can be traced."""
+        norm = "" if self.norm is None else self.norm.key
+        out = "" if self.out_dtype is None else DTYPE_NAMES[self.out_dtype]
+        parts = (
+            self.activation.key,
+            self.placement.value,
+            self.layout.key,
+            norm,
+            out,
+            self.backend,
+        )
+        return "|".join(parts)
+
+    @staticmethod
+    def parse(text: str) -> "Options":
+        """Return the options that ``text`` spells."""
+        return _parse(text)
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> Options:
+    activation, placement, layout, norm, out, backend = text.split("|")
+    return Options(
+        Activation.parse(activation),
+        ProbPlacement(placement),
+        Layout.parse(layout),
+        PostExpertNorm(eps=float(norm)) if norm else None,
+        DTYPES[out] if out else None,
+        backend,
+    )

@@ -1,0 +1,161 @@
+"""Repeat a call of few tokens by its launches alone: what was decided once is not decided again.
+
+A plain eager call of few tokens costs the host more than the device: checks, the operator, Triton's
+search for each kernel. The first call of a kind runs as any other and is recorded; a call that
+agrees with it in everything that decides (options, shapes, strides, dtypes, alignments) repeats its
+launches on its own addresses. A call is kept only if nothing but views, allocations and kernels
+happened in it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from samebits.activation import Activation
+from samebits.backends.call import overlap
+from samebits.backends.plan import Plan, plan_of
+from samebits.problem import ProbPlacement
+from samebits.routing import Routing
+from samebits.weights import ExpertWeights
+
+# Beyond, the device takes longer than the host, and buffers are worth allocating one by one.
+MOST_TOKENS = 256
+# Kinds of calls that are kept; past them all are forgotten.
+MOST_PLANS = 4096
+_PLAIN = (Tensor, torch.nn.Parameter)
+_ALLOCATIONS = frozenset(("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
+_KINDS = (Routing, ExpertWeights, Activation, str, int)
+
+Key = tuple[Any, ...]
+# None marks a kind of call that cannot be repeated.
+_PLANS: dict[Key, Plan | None] = {}
+
+
+class Request(NamedTuple):
+    """The arguments of ``samebits.experts``, as given."""
+
+    x: Tensor
+    routing: Routing
+    weights: ExpertWeights
+    activation: Activation
+    placement: ProbPlacement
+    backend: str
+    expert_start: int
+    out_dtype: torch.dtype | None
+    num_valid_tokens: Tensor | None
+    out: Tensor | None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Every tensor of the call but ``out``."""
+        routing, weights = self.routing, self.weights
+        return (
+            self.x,
+            routing.topk_ids,
+            routing.topk_probs,
+            weights.gate_up,
+            weights.down,
+            weights.gate_up_bias,
+            weights.down_bias,
+            self.num_valid_tokens,
+        )
+
+
+def key_of(request: Request) -> Key | None:
+    """Return everything that decides what a call launches; None where it must take the long way.
+
+    Determinism: pure function of its arguments and of torch's modes.
+    """
+    x, routing, weights, activation, placement, backend, start, out_dtype, _, out = request
+    if type(x) is not Tensor or not x.is_cuda or not 0 < x.shape[0] <= MOST_TOKENS:
+        return None
+    # What has another type is for the checks of the long way to judge.
+    kinds = (type(routing), type(weights), type(activation), type(backend), type(start))
+    if kinds != _KINDS or type(placement) not in (ProbPlacement, str):
+        return None
+    if not (out_dtype is None or type(out_dtype) is torch.dtype):
+        return None
+    if weights.norm is not None or _watched():
+        return None
+    if out is not None and any(t is not None and overlap(out, t) for t in request.tensors):
+        return None
+    grad = torch.is_grad_enabled()
+    traits: list[Any] = []
+    for tensor in (*request.tensors, out):
+        if tensor is None:
+            traits.append(None)
+        elif type(tensor) not in _PLAIN or (grad and tensor.requires_grad):
+            return None
+        else:
+            place = (tensor.get_device(), tensor.data_ptr() % 16)
+            traits += (tensor.shape, tensor.stride(), tensor.dtype, place)
+    layout, experts = weights.layout.key, routing.num_experts
+    return (activation.key, placement, layout, backend, start, out_dtype, experts, *traits)
+
+
+def _watched() -> bool:
+    """Return whether something watches or changes the operators of this thread."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch.is_autocast_enabled("cuda")
+    )
+
+
+def repeat(key: Key, request: Request) -> Tensor | None:
+    """Return the output of a call whose kind is kept, or None.
+
+    Determinism: the same kernels on the same values as the recorded call, hence the same bits.
+    """
+    plan = _PLANS.get(key)
+    if plan is None or plan.current_device() != request.x.get_device():
+        return None
+    return plan.play(request.tensors, request.out)
+
+
+def is_recorded(key: Key) -> bool:
+    """Return whether a call of this kind was recorded, whatever came of it."""
+    return key in _PLANS
+
+
+def forget() -> None:
+    """Drop every recorded call."""
+    _PLANS.clear()
+
+
+class _Watch(TorchDispatchMode):
+    """See whether a call does anything but allocate, view and launch."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.others: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name not in _ALLOCATIONS and not func.is_view:
+            self.others.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def record(key: Key, request: Request, function: Callable[[], Tensor]) -> Tensor:
+    """Return ``function()``, the call itself, and keep its launches under ``key``.
+
+    Determinism: that of ``function``.
+    """
+    # Imported here: the operator must not need Triton.
+    from samebits.ops._triton.launch import recorded_launches
+
+    with _Watch() as watch, recorded_launches() as made:
+        out = function()
+    if len(_PLANS) >= MOST_PLANS:
+        forget()
+    repeatable = made.complete and not watch.others
+    _PLANS[key] = plan_of(request.tensors, request.out, made.launches, out) if repeatable else None
+    return out

@@ -1,0 +1,111 @@
+"""Kernels whose launches can be recorded, to be repeated on other addresses without a search.
+
+At every launch Triton looks at every argument to find the compiled kernel: for a layer of few
+tokens that takes longer than the layer. ``recorded_launches`` notes what was found;
+``samebits.backends.repetition`` repeats it where nothing that decides has changed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, cuda
+from triton import knobs
+from triton.runtime import driver
+
+
+class Launch(NamedTuple):
+    """One launch: what ran, how wide, and on what."""
+
+    # triton.compiler.CompiledKernel.
+    compiled: Any
+    grid: tuple[int, ...]
+    # In the order of the kernel's parameters, constants included.
+    arguments: tuple[Any, ...]
+
+
+def device_queries() -> tuple[Callable[[int], int], Callable[[], int]]:
+    """Return what says the current stream of a device, and the current device."""
+    return driver.active.get_current_stream, driver.active.get_current_device
+
+
+class Record:
+    """The launches of recordable kernels, beside a count of all that Triton made meanwhile."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.made = 0
+
+    def count(self, _: Any) -> None:
+        """Count a launch; a hook of Triton's."""
+        self.made += 1
+
+    @property
+    def complete(self) -> bool:
+        """False where a kernel ran that is not recordable, or another thread launched one."""
+        return len(self.launches) == self.made
+
+
+_RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
+
+
+@contextmanager
+def recorded_launches() -> Iterator[Record]:
+    """Note every launch of a ``recordable`` kernel in this context."""
+    record = Record()
+    token = _RECORD.set(record)
+    knobs.runtime.launch_enter_hook.add(record.count)
+    try:
+        yield record
+    finally:
+        knobs.runtime.launch_enter_hook.remove(record.count)
+        _RECORD.reset(token)
+
+
+class Recordable:
+    """A JIT function; launched, compiled and inspected as one.
+
+    With tensors of the meta device a launch only compiles and loads (``samebits.warmup``).
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.function, name)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> Any:
+        if any(isinstance(a, Tensor) and a.is_meta for a in arguments):
+            return self._compile(grid, arguments, constants)
+        try:
+            compiled = self.function[grid](*arguments, **constants)
+        except RuntimeError as error:
+            if cuda.is_available() and cuda.is_current_stream_capturing():
+                name = self.function.__name__
+                raise RuntimeError(
+                    f"{name} must be compiled and loaded before a CUDA graph is captured\n"
+                    "hint: call samebits.warmup(problem, tokens=[T]), or the layer once, before"
+                ) from error
+            raise
+        record = _RECORD.get()
+        if record is not None:
+            rest = self.function.arg_names[len(arguments) :]
+            whole = (*arguments, *(constants[name] for name in rest))
+            record.launches.append(Launch(compiled, grid, whole))
+        return compiled
+
+    def _compile(self, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+        compiled = self.function.warmup(*arguments, grid=grid, **constants)
+        # A compiled kernel loads itself when it is asked for a launcher, which is not called.
+        compiled[grid]
+        return compiled
+
+
+def recordable(function: Any) -> Recordable:
+    """Make the launches of a ``triton.jit`` function recordable; a decorator above it."""
+    return Recordable(function)

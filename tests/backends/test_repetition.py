@@ -1,0 +1,149 @@
+"""Recorded calls: what their kind is made of, and on which addresses they are repeated."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from samebits import Activation, ExpertWeights, ProbPlacement, Routing
+from samebits.backends import repetition
+from samebits.backends.plan import plan_of
+from samebits.ops._triton import launch
+from samebits.ops._triton.launch import Launch
+
+pytestmark = pytest.mark.interpret
+
+
+@pytest.fixture
+def request_(monkeypatch: pytest.MonkeyPatch) -> repetition.Request:
+    """A request that looks as if it lay on a GPU."""
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _: True))
+    weights = ExpertWeights(gate_up=torch.zeros(4, 64, 16), down=torch.zeros(4, 16, 32))
+    routing = Routing(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3))
+    return repetition.Request(
+        torch.zeros(2, 16), routing, weights, Activation(), ProbPlacement.FC2_OUTPUT,
+        "auto", 0, None, None, None,
+    )  # fmt: skip
+
+
+def test_what_decides_is_in_the_key(request_: repetition.Request) -> None:
+    wide = torch.zeros(2, 17)
+    ids, probs = request_.routing.topk_ids, request_.routing.topk_probs
+    others = [
+        request_._replace(x=torch.zeros(3, 16)),
+        request_._replace(x=wide[:, :16]),
+        request_._replace(x=torch.zeros(33)[1:].view(2, 16)),
+        request_._replace(x=torch.zeros(2, 16, dtype=torch.float16)),
+        request_._replace(routing=Routing(ids.int(), probs)),
+        request_._replace(routing=Routing(ids, probs, 5)),
+        request_._replace(activation=Activation(limit=7.0)),
+        request_._replace(placement=ProbPlacement.FC2_INPUT),
+        request_._replace(backend="fused"),
+        request_._replace(expert_start=1),
+        request_._replace(out_dtype=torch.float32),
+        request_._replace(num_valid_tokens=torch.zeros(1, dtype=torch.int32)),
+        request_._replace(out=torch.zeros(2, 16)),
+    ]
+    same = request_._replace(x=torch.ones(2, 16), routing=Routing(ids + 1, probs + 1))
+
+    keys = [repetition.key_of(request) for request in (request_, *others)]
+
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+    assert repetition.key_of(same) == keys[0]
+
+
+def test_what_must_take_the_long_way_has_no_key(request_: repetition.Request) -> None:
+    leaf = torch.zeros(2, 16, requires_grad=True)
+    frozen = replace(request_.weights, down=torch.nn.Parameter(request_.weights.down))
+    requests = [
+        request_._replace(x=leaf),
+        request_._replace(weights=frozen),
+        request_._replace(x=torch.zeros(0, 16)),
+        request_._replace(x=torch.zeros(repetition.MOST_TOKENS + 1, 16)),
+        request_._replace(x=[1.0]),
+        request_._replace(expert_start=True),
+        request_._replace(backend=None),
+        request_._replace(placement=[1]),
+        request_._replace(out_dtype="fp32"),
+        request_._replace(out=request_.x),
+    ]
+
+    assert [repetition.key_of(request) for request in requests] == [None] * len(requests)
+    with torch.no_grad():
+        assert repetition.key_of(requests[1]) is not None
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert repetition.key_of(request_) is None
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    with FlopCounterMode(display=False):
+        assert repetition.key_of(request_) is None
+
+
+class _Kernel:
+    """A compiled kernel that notes how it is run."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.function, self.packed_metadata = "function", "metadata"
+
+    def run(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    active = SimpleNamespace(get_current_stream=lambda _: 7, get_current_device=lambda: -1)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+
+
+def test_a_plan_moves_every_pointer(no_device: None) -> None:
+    x, weights = torch.zeros(2, 16), torch.zeros(4, 64, 16)
+    buffer, out = torch.zeros(100), torch.zeros(2, 16)
+    described = TensorDescriptor(weights, [4, 64, 16], [1024, 16, 1], [1, 16, 16])
+    kernel = _Kernel()
+    launches = [
+        Launch(kernel, (3,), (x, 16, described, None, buffer[10:], 1.5)),
+        Launch(kernel, (2, 5), (buffer, weights[1:], out)),
+    ]
+
+    plan = plan_of((x, weights, None), None, launches[:1], out)
+    moved_x, moved_weights = torch.ones(2, 16), torch.ones(4, 64, 16)
+    assert plan is not None
+    result = plan.play((moved_x, moved_weights, None), None)
+
+    assert plan_of((x, weights), None, launches, out) is None  # weights[1:] starts at no input
+    assert result.shape == out.shape
+    assert result.data_ptr() != out.data_ptr()
+    assert plan.workspace == 512
+    (called,) = kernel.calls
+    assert called[:9] == (3, 1, 1, 7, "function", "metadata", None, None, None)
+    first, width, descriptor, nothing, inside, scalar = called[9:]
+    assert (first, width, nothing, scalar) == (moved_x.data_ptr(), 16, None, 1.5)
+    assert inside > 40
+    assert descriptor.base.data_ptr() == moved_weights.data_ptr()
+    assert (descriptor.shape, descriptor.strides) == ([4, 64, 16], [1024, 16, 1])
+
+
+def test_two_inputs_at_one_address_have_no_plan(no_device: None) -> None:
+    x, out = torch.zeros(2, 16), torch.zeros(2, 16)
+
+    assert plan_of((x, x.view(16, 2)), None, [Launch(_Kernel(), (1,), (x, out))], out) is None
+
+
+def test_a_given_output_is_the_result(no_device: None) -> None:
+    x, given = torch.zeros(2, 16), torch.zeros(2, 16)
+    kernel = _Kernel()
+    plan = plan_of((x, None), given, [Launch(kernel, (1,), (x, given))], given)
+    other = torch.zeros(2, 16)
+
+    assert plan is not None
+    assert plan.play((x, None), other) is other
+    assert kernel.calls[0][9:] == (x.data_ptr(), other.data_ptr())
+    assert plan_of((x, None), given, [Launch(kernel, (1,), (x, given))], x) is None

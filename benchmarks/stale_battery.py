@@ -3,6 +3,7 @@
     python benchmarks/stale_battery.py                     # 16 programs, ± gradient
     python benchmarks/stale_battery.py --groups battery families clean remedies self-test --jobs 8
     python benchmarks/stale_battery.py --groups megatron --megatron FOLDER   # an unpacked wheel
+    python benchmarks/stale_battery.py --device cuda --groups battery triton remedies --jobs 6
 
 Rows are written as they come to ``benchmarks/results/stale-<device>-torch-<version>.json``; a
 second run goes on where the first ended. Exit code 1: a program that this torch gets wrong was not
@@ -39,6 +40,14 @@ from samebits.checks.compile.target import Target, TargetError  # noqa: E402
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 REMEDIED = ("clamped_swiglu", "rms_norm_scaled")
 OWN = ("remedies", "self-test")
+# What stands before the colon of a program's name.
+MODULES = {
+    "": "stale_programs",
+    "triton": "stale_triton",
+    "swiglu": "megatron.core.fusions.fused_bias_swiglu",
+    "geglu": "megatron.core.fusions.fused_bias_geglu",
+}
+ON_CUDA = {"battery", "triton", *OWN}
 
 
 class Record:
@@ -113,9 +122,10 @@ def verdict(row: dict[str, Any], alarm: bool) -> str:
 
 
 def measure(group: str, program: stale_table.Program, inputs: str, *, first: bool) -> list[Any]:
-    module = stale_megatron.MODULES.get(program.name.partition(":")[0], "stale_programs")
+    module, _, function = program.name.rpartition(":")
+    module = MODULES[module]
     # Behind the name may stand which of its paths the inputs take.
-    function = program.name.rpartition(":")[2].partition(" ")[0]
+    function = function.partition(" ")[0]
     start = time.time()
     try:
         target = Target(f"{module}:{function}", inputs)
@@ -127,9 +137,10 @@ def measure(group: str, program: stale_table.Program, inputs: str, *, first: boo
     return [row | {"seconds": seconds, "first": first} for row in rows_of(group, program, found)]
 
 
-def measure_remedies(name: str) -> list[Any]:
+def measure_remedies(name: str, device: str) -> list[Any]:
     start = time.time()
-    found = audit(Target(f"stale_programs:{name}"), stop_at_first=True)
+    target = Target(f"stale_programs:{name}", f"stale_programs:on_{device}")
+    found = audit(target, stop_at_first=True)
     rows = remedy_rows(found)
     wrong = [r["remedy"] for r in rows if r["verdict"] == "wrong"]
     self_contained = bool(found.reproducer and found.reproducer.get("self_contained"))
@@ -163,7 +174,7 @@ def work(arguments: argparse.Namespace, record: Record) -> Iterator[Callable[[],
         if group == "remedies":
             for name in REMEDIED:
                 if not record.has(group, name):
-                    yield lambda name=name: measure_remedies(name)
+                    yield lambda n=name: measure_remedies(n, arguments.device)
         programs = stale_table.GROUPS.get(group, ())
         label = group
         if group == "megatron":
@@ -179,27 +190,16 @@ def work(arguments: argparse.Namespace, record: Record) -> Iterator[Callable[[],
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     groups = [*stale_table.GROUPS, "megatron", *OWN]
-    add(
-        "--groups",
-        nargs="+",
-        choices=groups,
-        default=["battery"],
-        metavar="GROUP",
-        help=", ".join(groups),
-    )
+    among = ", ".join(groups)
+    add("--groups", nargs="+", choices=groups, default=["battery"], metavar="GROUP", help=among)
     add("--programs", nargs="+", metavar="NAME", help="only these; default: all of the groups")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--jobs", type=int, default=1, metavar="N", help="audits beside each other, two cores each")
-    add(
-        "--first",
-        action="store_true",
-        help="stop each audit at its first wrong call: quicker, fewer figures",
-    )
+    add("--first", action="store_true", help="stop each audit at its first wrong call")
     add("--megatron", metavar="FOLDER", help="holds the package megatron, for the group megatron")
     add("--again", action="store_true", help="begin a new file")
     add("--out", type=Path, metavar="FILE", help="default: beside the other results")
@@ -211,17 +211,19 @@ def parse() -> argparse.Namespace:
             importlib.import_module("megatron.core")
         except ImportError as error:
             parser.error(f"megatron-core does not import ({error}); give --megatron FOLDER")
-    if arguments.device == "cuda" and set(arguments.groups) - {"battery", "cuda"}:
-        parser.error("--device cuda has inputs for the groups battery and cuda only")
+    can = ON_CUDA if arguments.device == "cuda" else set(groups) - {"triton"}
+    if wrong := set(arguments.groups) - can:
+        parser.error(f"--device {arguments.device} has no inputs for the group {min(wrong)}")
+    if arguments.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {arguments.jobs}")
     return arguments
 
 
 def main() -> int:
     arguments = parse()
     name = f"stale-{arguments.device}-torch-{torch.__version__.partition('+')[0]}.json"
-    record = Record(
-        arguments.out or HERE / "results" / name, device=arguments.device, again=arguments.again
-    )
+    path = arguments.out or HERE / "results" / name
+    record = Record(path, device=arguments.device, again=arguments.again)
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(lambda action: record.add(action()), work(arguments, record)))
     rows = [r for r in record.values["rows"] if r["group"].partition(" ")[0] in arguments.groups]

@@ -12,10 +12,6 @@ from stale_table import MENDED_CLAMP, Program
 
 FORWARD = (None, MENDED_CLAMP)
 BACKWARD = (MENDED_CLAMP, None)
-MODULES = {
-    "swiglu": "megatron.core.fusions.fused_bias_swiglu",
-    "geglu": "megatron.core.fusions.fused_bias_geglu",
-}
 
 
 def _rows(*widths: int) -> list[torch.Tensor]:

@@ -64,6 +64,12 @@ GROUPS: dict[str, tuple[Program, ...]] = {
         Program("launcher_forgets", (OPEN, None), stale_programs.with_integer),
         Program("launcher_forgets_one", (OPEN, None), stale_programs.with_integer),
     ),
+    # On a GPU; what torch does with them is measured, not known beforehand.
+    "triton": (
+        Program("triton:launch_bare", inputs=stale_programs.on_cuda),
+        Program("triton:launch_expression", inputs=stale_programs.on_cuda),
+        Program("triton:launch_constant", inputs=stale_programs.on_cuda),
+    ),
     "clean": (
         Program("integer", inputs=stale_programs.with_integer),
         Program("tensor_inside"),

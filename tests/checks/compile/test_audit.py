@@ -187,7 +187,7 @@ def test_the_clamped_swiglu_is_found_with_this_torch_or_mended_by_it():
 
 
 def test_inductor_is_right_where_a_float_is_only_multiplied():
-    found = audit(Target("stale_programs:multiply"), budget=600)
+    found = audit(Target("stale_programs:multiply", "stale_programs:on_cpu"), budget=600)
 
     assert set(verdicts(found).values()) == {"pass"}
     assert not found.latent

@@ -1,4 +1,4 @@
-"""The command line: ``samebits check NAME | explain | env | convert | demo``.
+"""The command line: ``samebits check NAME | explain | env | convert | demo | report``.
 
 Commands are modules with ``add_arguments(parser)`` and ``main(arguments) -> int`` (see
 ``samebits.checks``), imported when they are chosen: none needs what another needs.
@@ -20,6 +20,7 @@ from samebits.checks.result import EXIT_CODES, plain_table
 COMMANDS: Mapping[str, str] = {
     "explain": "samebits.checks.explain",
     "demo": "samebits.demo",
+    "report": "samebits.checks.report",
     "convert": "samebits.checkpoints.command",
 }
 _QUESTIONS = {
@@ -28,6 +29,7 @@ _QUESTIONS = {
     "env": "What decides the bits of this machine?",
     "convert": "How can a checkpoint's experts be stored otherwise, bit for bit?",
     "demo": "What does Samebits show on this machine, on CPU, in about a minute?",
+    "report": "What did all checks of a machine say, on one page?",
 }
 
 Main = Callable[[argparse.Namespace], int]
@@ -122,8 +124,9 @@ def _env(arguments: argparse.Namespace) -> int:
         return 0
     versions, variables = env.versions(), env.variables()
     if arguments.json:
-        described = {"versions": versions, "devices": env.devices(), "variables": variables}
-        print(json.dumps(described | {"bits_key": env.bits_key()}))
+        described = {"versions": versions, "system": env.system(), "devices": env.devices()}
+        keyed = {"variables": variables, "bits_key": env.bits_key()}
+        print(json.dumps(described | keyed))
         return 0
     print("versions")
     print(_indented([[name, value or "not installed"] for name, value in versions.items()]))

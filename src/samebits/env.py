@@ -102,6 +102,11 @@ def default_device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def system() -> str:
+    """Return the operating system and the machine's architecture, without names or versions."""
+    return f"{platform.system()} {platform.machine()}"
+
+
 def devices() -> list[str]:
     """Return one line for the CPU, and one for each CUDA device."""
     lines = [f"cpu: {platform.machine()}, {_cpu()}"]

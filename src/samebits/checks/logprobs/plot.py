@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from samebits.checks.logprobs.recording import Pair
+from samebits.checks.writing import written_whole
 
 
 def by_position(pairs: Sequence[Pair]) -> list[Tensor]:
@@ -38,10 +39,5 @@ def draw(pairs: Sequence[Pair], path: Path, title: str) -> None:
     axes.set_yscale("symlog", linthresh=1e-6)
     axes.set(xlabel="position", ylabel="|Δ log p|, nats", title=title, ylim=(0, None))
     axes.legend(frameon=False)
-    # Beside it first: a figure that fails half-way leaves no torso.
-    beside = path.with_name(f".{path.stem}.partial{path.suffix}")
-    try:
+    with written_whole(path) as beside:
         figure.savefig(beside)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

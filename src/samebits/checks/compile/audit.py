@@ -99,6 +99,8 @@ def audit(
         raise TargetError(survey["error"])
     _note_survey(found, survey, only)
     options = [Option(n.path, n.values) for n in found.numbers if not n.note]
+    paths = ", ".join(option.path for option in options)
+    tell(f"numbers that vary: {paths or 'none'}")
     gradients = [False, True] if survey["wanted"] else [False]
     found.scenarios, left_out = plan(options, gradients=gradients, shapes=survey["shapes"])
     found.unfinished |= dict(left_out)

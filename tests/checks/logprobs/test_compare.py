@@ -100,6 +100,18 @@ def test_another_model_has_no_cause() -> None:
     assert _verdicts(rows) == expected
 
 
+def test_a_few_far_tokens_have_no_cause() -> None:
+    """A dropped option moves few tokens, and those far: no part of a sequence is to blame."""
+    far = torch.rand(LOGITS.shape[:2], generator=torch.Generator().manual_seed(5)) < 0.01
+    far[:, :20] = False
+    values = _noisy(_log_probs()) - 6.0 * far
+
+    rows = compare(A, _recording(values))
+
+    expected = {"gap": "fail", "masking": "pass", "shift": "pass", "temperature": "pass"}
+    assert _verdicts(rows) == expected
+
+
 @pytest.mark.parametrize(("lag", "words"), [(1, "1 position later"), (-2, "2 positions earlier")])
 def test_a_shift_is_named(lag: int, words: str) -> None:
     rows = compare(A, _recording(_noisy(_log_probs().roll(lag, 1))))

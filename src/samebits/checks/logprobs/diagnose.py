@@ -28,8 +28,9 @@ _ENOUGH = 200
 _DOUBTFUL = -1.0
 # A part that is right has a gap this much smaller than one that is wrong.
 _CONTRAST = 0.1
-# Tokens that a part needs.
-_PART = 8
+# Tokens that a part needs, and that a shift does.
+_PART = 64
+_SHIFTED = 8
 
 
 class Cause(NamedTuple):
@@ -125,19 +126,31 @@ def _position(pairs: Sequence[Pair], allowed: float) -> str:
     enough = (count[:-1] >= _PART) & (count[-1] - count[:-1] >= _PART)
     small, large = torch.minimum(before, after), torch.maximum(before, after)
     contrast = torch.where(enough & (large > allowed), small / large, 1.0)
-    if not len(contrast) or float(contrast.min()) > _CONTRAST:
+    if not len(contrast):
         return ""
-    place = int(contrast.argmin())
-    side = "from" if after[place] > before[place] else "before"
+    place = int(contrast.argmin()) + 1
+    early = [(pair.b - pair.a)[:place][pair.mask[:place]] for pair in pairs]
+    late = [(pair.b - pair.a)[place:][pair.mask[place:]] for pair in pairs]
+    begins = bool(after[place - 1] > before[place - 1])
+    right, wrong = (early, late) if begins else (late, early)
+    if not _contrast(right, wrong, allowed):
+        return ""
     return (
-        f"only tokens {side} position {place + 1} are off (by {float(large[place]):.2g} nats, the "
-        f"others by {float(small[place]):.2g}): a mask, a window or what comes before differs"
+        f"only tokens {'from' if begins else 'before'} position {place} are off (by "
+        f"{_mean(wrong):.2g} nats, the others by {_mean(right):.2g}): a mask, a window or what "
+        "comes before differs"
     )
 
 
 def _contrast(right: Sequence[Tensor], wrong: Sequence[Tensor], allowed: float) -> bool:
-    enough = min(sum(map(len, right)), sum(map(len, wrong))) >= _PART
-    return enough and _mean(wrong) > allowed and _mean(right) <= _CONTRAST * _mean(wrong)
+    """Return whether one part is off and the other is not.
+
+    By the median as well: a few far tokens, as a dropped option makes, may all be in one part.
+    """
+    if min(sum(map(len, right)), sum(map(len, wrong))) < _PART or _mean(wrong) <= allowed:
+        return False
+    middle = [float(torch.cat(list(part)).abs().median()) for part in (right, wrong)]
+    return _mean(right) <= _CONTRAST * _mean(wrong) and middle[0] <= _CONTRAST * middle[1]
 
 
 def _mean(changes: Sequence[Tensor]) -> float:
@@ -167,7 +180,7 @@ def _lagged(pairs: Sequence[Pair], lag: int) -> float:
         ours, theirs = (early, late) if lag > 0 else (late, early)
         both = pair.mask[ours] & pair.mask[theirs]
         parts.append((pair.b[theirs] - pair.a[ours])[both])
-    return _mean(parts) if sum(map(len, parts)) >= _PART else float("inf")
+    return _mean(parts) if sum(map(len, parts)) >= _SHIFTED else float("inf")
 
 
 def _temperature(pairs: Sequence[Pair], allowed: float) -> Cause:

@@ -102,6 +102,7 @@ def test_another_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("\n\n", "must hold at least one line, got none"),
         ("{", "must be one JSON object"),
         ("[1]\n", "must be one JSON object, got list"),
+        ("[" * 100_000, "must be one JSON object"),
         ("{}\n", "must hold log_probs or logprobs"),
         ('{"log_probs": 3}\n', "must be one sequence of numbers, got ()"),
         ('{"log_probs": ["x"]}\n', "must be a list of numbers"),

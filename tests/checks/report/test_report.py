@@ -143,6 +143,8 @@ def test_a_cell_says_the_worst_of_its_results() -> None:
     )
     assert of(result(verdict="fail", measured=None)) == ("fail", "WRONG", 7)
     assert of(result(verdict="fail", measured=1e-9, allowed=0)) == ("fail", "WRONG", 7)
+    assert of(result(measured=1e-9, allowed=0)) == ("pass", "ok", 4)
+    assert of(result(measured=10**400)) == ("pass", "ok", 4)
     assert of(refused, absent) == ("not_run", "not run", None)
     assert of(refused) == ("unsupported", "refused", None)
 

@@ -64,7 +64,7 @@ def _read_lines(path: Path) -> Columns:
 def _row(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         where = f"{path}:{number}"
         raise RecordingError(
             must(where, "be one JSON object", f"{line[:40]!r} ({error})")

@@ -143,7 +143,10 @@ def _number(value: Any, where: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ResultsError(must(where, "measure in numbers", repr(value)))
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _versions(value: Mapping[str, Any]) -> dict[str, str]:

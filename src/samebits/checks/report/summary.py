@@ -93,7 +93,8 @@ def cell(records: Sequence[Record]) -> Cell:
         count = f" ({len(failed)} of {len(records)})" if len(records) > 1 else ""
         return Cell("fail", f"WRONG{size}{count}", _heat(most, failed=True))
     if "pass" in verdicts:
-        return Cell("pass", "ok" if most is None else f"ok {most:.0%}", _heat(most, failed=False))
+        known = most is not None and math.isfinite(most)
+        return Cell("pass", f"ok {most:.0%}" if known else "ok", _heat(most, failed=False))
     if "not_run" in verdicts:
         return Cell("not_run", "not run", None)
     return Cell("unsupported", "refused", None)
@@ -102,7 +103,7 @@ def cell(records: Sequence[Record]) -> Cell:
 def _heat(share: float | None, *, failed: bool) -> int | None:
     if failed:
         return 5 if share is None or share <= 2 else 6 if share <= 10 else 7
-    return None if share is None else min(4, math.ceil(4 * share))
+    return None if share is None else math.ceil(4 * min(share, 1.0))
 
 
 def _matrix(check: str, records: Sequence[Record]) -> Matrix:

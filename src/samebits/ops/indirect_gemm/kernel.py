@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from samebits.activation import Activation
+from samebits.ops._triton.columns import store_gate_up
 from samebits.ops._triton.operand import row_operand, weight_operand
 from samebits.ops._triton.product import (
     contract,
@@ -98,12 +99,20 @@ def _first_projection_kernel(
             )
             acc = acc + bias.to(tl.float32)[None, :]
         z = acc.to(dtype)
-        if z_ptr is not None:
-            z_ptrs = z_ptr + (rows.to(tl.int64) * (PARTS * F))[:, None] + columns[None, :]
-            tl.store(z_ptrs, z, mask=live[:, None] & inside[None, :])
-        alpha, limit, offset, gate_cap, up_cap = values
         if GATED:
             first, second = _split(z, PAIRED, INTERLEAVE, BLOCK_R, BLOCK_F)
+        if z_ptr is not None:
+            z_rows = z_ptr + (rows.to(tl.int64) * (PARTS * F))[:, None]
+            if PAIRED:
+                # By addresses that are seen to be neighbours: ``columns`` would be stored one by one.
+                store_gate_up(
+                    z_rows, first, second, block * BLOCK_F, live[:, None], F,
+                    GATED, INTERLEAVE, False, BLOCK_R, BLOCK_F,
+                )  # fmt: skip
+            else:
+                tl.store(z_rows + columns[None, :], z, mask=live[:, None] & inside[None, :])
+        alpha, limit, offset, gate_cap, up_cap = values
+        if GATED:
             gate, up = (second, first) if UP_FIRST else (first, second)
             h = glu_tile(
                 gate.to(tl.float32), up.to(tl.float32), alpha, limit, offset, gate_cap, up_cap,

@@ -97,7 +97,12 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
         second,
     )
     out = launch_combine(
-        y, metadata.inverse, topk, placed[ProbPlacement.FC2_OUTPUT], DTYPES[problem.result_dtype]
+        y,
+        metadata.inverse,
+        topk,
+        placed[ProbPlacement.FC2_OUTPUT],
+        DTYPES[problem.result_dtype],
+        out=call.out,
     )
     return out, call.x.new_empty(0, call.gate_up.shape[1]) if z is None else z
 

@@ -123,6 +123,11 @@ def is_recorded(key: Key) -> bool:
     return key in _PLANS
 
 
+def plans() -> list[Plan | None]:
+    """Return what was kept of each recorded call."""
+    return list(_PLANS.values())
+
+
 def forget() -> None:
     """Drop every recorded call."""
     _PLANS.clear()

@@ -67,7 +67,12 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
         h, metadata, call.down, call.down_bias, on_hidden, config, problem.device
     )
     out = launch_combine(
-        y, metadata.inverse, topk, placed[ProbPlacement.FC2_OUTPUT], DTYPES[problem.result_dtype]
+        y,
+        metadata.inverse,
+        topk,
+        placed[ProbPlacement.FC2_OUTPUT],
+        DTYPES[problem.result_dtype],
+        out=call.out,
     )
     return out, z if save else z.new_empty(0, z.shape[1])
 

@@ -71,10 +71,11 @@ class Recordable:
     """
 
     def __init__(self, function: Any) -> None:
-        self.function = function
+        # Triton looks for a wrapped function under this name.
+        self.fn = function
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.function, name)
+        return getattr(self.fn, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return partial(self._launch, grid)
@@ -83,10 +84,10 @@ class Recordable:
         if any(isinstance(a, Tensor) and a.is_meta for a in arguments):
             return self._compile(grid, arguments, constants)
         try:
-            compiled = self.function[grid](*arguments, **constants)
+            compiled = self.fn[grid](*arguments, **constants)
         except RuntimeError as error:
             if cuda.is_available() and cuda.is_current_stream_capturing():
-                name = self.function.__name__
+                name = self.fn.__name__
                 raise RuntimeError(
                     f"{name} must be compiled and loaded before a CUDA graph is captured\n"
                     "hint: call samebits.warmup(problem, tokens=[T]), or the layer once, before"
@@ -94,13 +95,13 @@ class Recordable:
             raise
         record = _RECORD.get()
         if record is not None:
-            rest = self.function.arg_names[len(arguments) :]
+            rest = self.fn.arg_names[len(arguments) :]
             whole = (*arguments, *(constants[name] for name in rest))
             record.launches.append(Launch(compiled, grid, whole))
         return compiled
 
     def _compile(self, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-        compiled = self.function.warmup(*arguments, grid=grid, **constants)
+        compiled = self.fn.warmup(*arguments, grid=grid, **constants)
         # A compiled kernel loads itself when it is asked for a launcher, which is not called.
         compiled[grid]
         return compiled

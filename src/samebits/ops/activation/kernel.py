@@ -6,15 +6,13 @@
               h[r, j]  = D(a · p[r])      dp[r] = Σ_j dh[r, j] · a[r, j]      dbias[e] = Σ_r dz[r, :]
 
 A program owns ``[BLOCK_R, BLOCK_F]`` of h and the gate and up columns behind it; column blocks of
-one row block are neighbours in the grid. With dp a program may own whole rows and walk over their
-column blocks; otherwise a second launch adds the sums of columns. With bias gradients a program owns
-up to 64 rows of one expert, counted from the expert's first row, and walks down the rows. Everything
-is fp32 between a load and a store.
+one row block are neighbours in the grid. With dp a program may own whole rows, walking over their
+column blocks (otherwise a second launch adds the sums of columns), with bias gradients up to 64 rows
+of one expert, counted from the expert's first row. All is fp32 between a load and a store.
 
 Order of sums, the same for every tile: dp adds the sums of 64 columns in ascending order (inside
 the 64: neighbours in pairs, six times); a bias gradient adds the rounded dz rows of 64 rows in
-ascending order, then these chunk sums in ascending order. Rows from ``num_rows`` on are neither
-read nor written, except that their dp is 0.
+ascending order, then these chunk sums. Rows from ``num_rows`` on are untouched, but their dp is 0.
 """
 
 import torch
@@ -24,6 +22,7 @@ from torch import Tensor
 
 from samebits.activation import Activation
 from samebits.ops._triton.columns import load_gate_up, store_gate_up
+from samebits.ops._triton.launch import recordable
 from samebits.ops._triton.rows import expert_of_row, sum_ascending, sum_of_64_columns
 from samebits.ops.activation.operands import Backward, Operands, Wanted
 from samebits.ops.activation.tiles import (
@@ -94,6 +93,7 @@ def _load_z(
     return gate, up
 
 
+@recordable
 @triton.jit(do_not_specialize=["R"])
 def _activation_forward_kernel(
     z_ptr, stride_zr, bias_ptr, probs_ptr,

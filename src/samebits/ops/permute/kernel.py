@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from samebits.ops._triton.launch import recordable
 from samebits.ops._triton.rows import keys_ascending, sum_ascending, sum_of_64_columns
 from samebits.ops.permute import tuning
 from samebits.ops.permute.tuning import Config, Metadata, Tiles
@@ -61,6 +62,7 @@ def _write_tiles(
         tl.store(tiles_ptr, tl.sum(tiles, 0))
 
 
+@recordable
 @triton.jit(do_not_specialize=["R", "topk", "expert_start", "E"])
 def _few_metadata_kernel(
     ids_ptr, num_valid_ptr,
@@ -92,6 +94,7 @@ def _few_metadata_kernel(
         )  # fmt: skip
 
 
+@recordable
 @triton.jit(do_not_specialize=["R", "topk", "expert_start", "E", "chunks"])
 def _histogram_kernel(
     ids_ptr, num_valid_ptr, histogram_ptr, R, topk, expert_start, E, chunks,
@@ -107,6 +110,7 @@ def _histogram_kernel(
     tl.store(histogram_ptr + block * BINS + tl.arange(0, BINS), counts)
 
 
+@recordable
 @triton.jit(do_not_specialize=["R", "topk", "expert_start", "E", "chunks", "blocks"])
 def _place_kernel(
     ids_ptr, num_valid_ptr, histogram_ptr,
@@ -161,6 +165,7 @@ def _place_kernel(
         tl.store(offsets_ptr + E, tl.sum(held, 0))
 
 
+@recordable
 @triton.jit(do_not_specialize=["E"])
 def _tiles_kernel(
     offsets_ptr,
@@ -180,6 +185,7 @@ def _tiles_kernel(
     )  # fmt: skip
 
 
+@recordable
 @triton.jit(do_not_specialize=["R"])
 def _gather_kernel(
     x_ptr, stride_xt, y_ptr, stride_yr, probs_ptr,
@@ -235,6 +241,7 @@ def _gather_kernel(
         )
 
 
+@recordable
 @triton.jit(do_not_specialize=["R"])
 def _sum_kernel(
     rows_ptr, stride_r, x_ptr, stride_xt, probs_ptr,
@@ -403,10 +410,10 @@ def _launch_gather(x, y, inverse, topk, probs, dtype, offsets, config):
     return rows, dp
 
 
-def _launch_sum(rows, x, inverse, topk, probs, dtype, config):
+def _launch_sum(rows, x, inverse, topk, probs, dtype, config, out=None):
     total, hidden = inverse.shape[0], rows.shape[1]
     tokens = total // topk
-    out = rows.new_empty(tokens, hidden, dtype=dtype)
+    out = rows.new_empty(tokens, hidden, dtype=dtype) if out is None else out
     partial, dp = _scratch(out, topk, x is not None)
     if out.numel() == 0:
         return out, dp if dp is None else dp.zero_()
@@ -462,13 +469,14 @@ def launch_combine(
     probs: Tensor | None,
     dtype: torch.dtype,
     *,
+    out: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """Return ``(T, H)`` sums over each token's rows, ascending. See ``samebits.ops.permute``.
+    """Return ``(T, H)`` sums over each token's rows, ascending, in ``out`` where it is given.
 
     Determinism: fixed order; each token independent of the others; the same bits for every ``config``.
     """
-    return _launch_sum(rows, None, inverse, topk, probs, dtype, config)[0]
+    return _launch_sum(rows, None, inverse, topk, probs, dtype, config, out)[0]
 
 
 def launch_combine_backward(

@@ -28,6 +28,7 @@ PUBLIC = [
     "from_hf_config",
     "from_megatron_args",
     "grouped_experts",
+    "warmup",
 ]
 # Loaded only by what uses them.
 OPTIONAL = ["triton", "transformers", "rich", "matplotlib", "safetensors", "hypothesis", "pytest"]

@@ -16,3 +16,4 @@ from samebits.routing import RoutingRule as RoutingRule
 from samebits.weights import ExpertWeights as ExpertWeights
 from samebits.weights import Layout as Layout
 from samebits.weights import PostExpertNorm as PostExpertNorm
+from samebits.warmup import warmup as warmup

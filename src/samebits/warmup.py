@@ -1,0 +1,89 @@
+"""Compile a layer's kernels ahead of its first call."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from samebits.arguments import require_int, require_type
+from samebits.backends import choose
+from samebits.backends.call import DIFFERENTIABLE, Call
+from samebits.env import architecture
+from samebits.errors import UnsupportedError, must
+from samebits.problem import DTYPES, Problem
+
+
+def warmup(problem: Problem, tokens: Iterable[int], *, backend: str = "auto") -> None:
+    """Compile and load every kernel that ``problem`` needs for these token counts.
+
+    Nothing runs and no memory is taken on the device. The first call inside a CUDA graph needs its
+    kernels loaded; so does a first call that must not take seconds. Weights and ``x`` are taken to
+    be contiguous and to start at multiples of 16 bytes; ids of both integer types are covered.
+
+    Args:
+        problem: The calls to come, for example ``Problem.parse("H=2048 F=768 E=128 K=8
+            dtype=bf16")``; with ``grad`` also their backward. Its device is the current one,
+            whatever it says, but "cpu" and another architecture are errors.
+        tokens: Each T to come; T that share their tiles share kernels.
+        backend: "auto", or the name of one backend.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A token count is below 1, or the problem is of another device.
+        UnsupportedError: This machine has no GPU to compile for, or no backend runs the problem.
+
+    Determinism: no result.
+    """
+    require_type("problem", problem, Problem)
+    counts = list(tokens)
+    for count in counts:
+        require_int("tokens", count)
+        if count < 1:
+            raise ValueError(must("tokens", "be >= 1", count))
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "warmup compiles kernels for the GPU of this machine, which has none; "
+            "on a CPU there is nothing to compile"
+        )
+    here = architecture(torch.device("cuda", torch.cuda.current_device()))
+    if problem.device not in ("cpu", here):
+        rule = f"be of the current device ({here})"
+        raise ValueError(must("problem", rule, problem.device))
+    problem = replace(problem, device=here)
+    module = choose(backend, problem)
+    for count in counts:
+        for ids in (torch.int64, torch.int32):
+            call = _call(problem, count, ids)
+            with torch.no_grad():
+                out, z = module.forward(problem, call, save=problem.grad)
+                if problem.grad:
+                    module.backward(problem, call, z, out, _wanted(call))
+
+
+def _call(problem: Problem, tokens: int, ids: torch.dtype) -> Call:
+    """Return tensors that have all but values: kernels are compiled for them, and not launched."""
+
+    def made(kind: str, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=DTYPES[kind], device="meta")
+
+    def bias(kind: str | None, *shape: int) -> Tensor | None:
+        return None if kind is None else made(kind, *shape)
+
+    experts, rows, dtype = problem.E, problem.activation.columns * problem.F, problem.dtype
+    count = torch.empty(1, dtype=torch.int32, device="meta") if problem.counted else None
+    return Call(
+        x=made(dtype, tokens, problem.H),
+        topk_ids=torch.empty(tokens, problem.K, dtype=ids, device="meta"),
+        topk_probs=made(problem.probs, tokens, problem.K),
+        gate_up=made(dtype, experts, rows, problem.H),
+        down=made(dtype, experts, problem.H, problem.F),
+        gate_up_bias=bias(problem.gate_up_bias, experts, rows),
+        down_bias=bias(problem.down_bias, experts, problem.H),
+        norm_scale=None if problem.norm_eps is None else made(dtype, problem.H),
+        num_valid_tokens=count,
+    )
+
+
+def _wanted(call: Call) -> tuple[bool, ...]:
+    return tuple(getattr(call, name) is not None for name in DIFFERENTIABLE)

@@ -83,10 +83,11 @@ def test_markdown_has_no_markup_of_names() -> None:
         if line.startswith("|"):
             cells = re.split(r"(?<!\\)\|", line)
             assert len(cells) in {5 + 2, 7 + 2, 2 + 2, 3 + 2}, line
-    evil = result(case="[a](javascript:b) `c` **d** @all https://e.f", backend="x")
+    evil = result(case="[a](javascript:b) `c` **d** @all https://e.f www.e.f", backend="x")
     named = markdown(_summary(evil))
-    assert "](javascript" not in named
+    assert not re.search(r"(?<!\\)\]\(", named)
     assert "https://" not in named
+    assert "www." not in named
     assert "@all" not in named
 
 

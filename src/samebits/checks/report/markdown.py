@@ -9,8 +9,10 @@ from samebits.checks.report.summary import Matrix, Summary
 from samebits.checks.result import VERDICTS
 
 # What Markdown, or the HTML in it, would take for markup.
-_MARKUP = re.compile(r"([\\`*_{}\[\]()#+!|~$-])")
-_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", ":": "&#58;"}
+_MARKUP = re.compile(r"([\\`*_\[\]|~$])")
+_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;"}
+# What becomes a link by itself.
+_LINKS = {"://": "&#58;//", "www.": "www&#46;"}
 # A table of more rows is folded away.
 _FOLDED = 12
 
@@ -90,6 +92,8 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _text(text: str) -> str:
     """Return ``text`` on one line, with nothing in it that is markup."""
     plain = "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
-    # Entities first: the marks that stand in them are none.
     marked = _MARKUP.sub(r"\\\1", plain)
-    return "".join(_ENTITIES.get(c, c) for c in marked)
+    text = "".join(_ENTITIES.get(c, c) for c in marked)
+    for link, broken in _LINKS.items():
+        text = text.replace(link, broken)
+    return text

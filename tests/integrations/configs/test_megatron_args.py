@@ -1,11 +1,11 @@
 """What ``from_megatron_args`` reads of arguments and configurations, and what it refuses."""
 
 from argparse import Namespace
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from real_megatron import with_megatron
 
 from samebits import (
     Activation,
@@ -20,13 +20,6 @@ from samebits.integrations.configs import SharedSpec
 from samebits.testing.numerics import assert_bitwise_equal, relative_error
 
 pytestmark = pytest.mark.reference
-
-
-def with_megatron(test: Any) -> Any:
-    """Run a test on megatron-core's own code, where it is installed."""
-    # What importing it says of missing packages and of its own code is not ours.
-    quiet = pytest.mark.filterwarnings("ignore")(test)
-    return pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")(quiet)
 
 
 SIZES = {

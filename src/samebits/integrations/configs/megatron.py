@@ -64,8 +64,7 @@ def from_megatron_args(args: Any) -> dict[int, LayerSpec]:
 
     Determinism: a function of the arguments.
     """
-    fields = Fields(_values(args), "the Megatron-LM configuration")
-    fields.elsewhere(*_NOT_OF_EXPERTS)
+    fields = fields_of(args)
     layers = int(fields.get("num_layers"))
     activation, rule = megatron_activation(fields), _rule(fields)
     spec = LayerSpec(
@@ -75,8 +74,8 @@ def from_megatron_args(args: Any) -> dict[int, LayerSpec]:
         num_experts=int(fields.get("num_moe_experts", "num_experts")),
         activation=activation,
         rule=rule,
-        placement=_placement(fields, rule),
-        layout=_layout(fields, "moe_mlp_glu_interleave_size", activation),
+        placement=megatron_placement(fields, rule.topk),
+        layout=megatron_layout(fields, "moe_mlp_glu_interleave_size", activation),
         biased=bool(fields.get("add_bias_linear", default=False)),
         selection_bias=bool(fields.get("moe_router_enable_expert_bias", default=False)),
         shared=_shared(fields, activation),
@@ -85,6 +84,19 @@ def from_megatron_args(args: Any) -> dict[int, LayerSpec]:
     fields.refuse("moe_input_jitter_eps", "is noise on the router's input, which samebits has not")
     fields.refuse_unread()
     return dict.fromkeys(_sparse(fields, layers), spec)
+
+
+def fields_of(args: Any) -> Fields:
+    """Return the fields of arguments, of a configuration, or of a dict.
+
+    Raises:
+        TypeError: ``args`` has no fields.
+
+    Determinism: a function of its argument.
+    """
+    fields = Fields(_values(args), "the Megatron-LM configuration")
+    fields.elsewhere(*_NOT_OF_EXPERTS)
+    return fields
 
 
 def megatron_activation(fields: Fields) -> Activation:
@@ -123,18 +135,26 @@ def _name(function: Any) -> str:
     return known.get(function) or str(getattr(function, "__name__", function))
 
 
-def _layout(fields: Fields, name: str, activation: Activation) -> Layout:
+def megatron_layout(fields: Fields, name: str, activation: Activation) -> Layout:
+    """Return the layout that the field ``name`` says.
+
+    Determinism: a function of the configuration.
+    """
     size = fields.get(name, default=None)
     if size is not None and not activation.gated:
         raise ValueError(must(name, "be None without a gate", size))
     return Layout(interleave=size)
 
 
-def _placement(fields: Fields, rule: RoutingRule) -> ProbPlacement:
+def megatron_placement(fields: Fields, topk: int) -> ProbPlacement:
+    """Return where the probability is multiplied in; on the input with K = 1 only.
+
+    Determinism: a function of the configuration.
+    """
     if not fields.get("moe_apply_probs_on_input", default=False):
         return ProbPlacement.FC2_INPUT
-    if rule.topk != 1:
-        raise ValueError(must("moe_router_topk", "be 1 with moe_apply_probs_on_input", rule.topk))
+    if topk != 1:
+        raise ValueError(must("moe_router_topk", "be 1 with moe_apply_probs_on_input", topk))
     return ProbPlacement.FC1_INPUT
 
 
@@ -166,7 +186,7 @@ def _rule(fields: Fields) -> RoutingRule:
 
 def _shared(fields: Fields, activation: Activation) -> SharedSpec | None:
     size = fields.get("moe_shared_expert_intermediate_size", default=None)
-    layout = _layout(fields, "moe_shared_expert_glu_interleave_size", activation)
+    layout = megatron_layout(fields, "moe_shared_expert_glu_interleave_size", activation)
     gate = bool(fields.get("moe_shared_expert_gate", default=False))
     if not size:
         return None

@@ -81,6 +81,18 @@ def test_repeats_have_the_same_bits(orientation: str, placement: ProbPlacement) 
             assert_bitwise_equal(value, expected[name], name)
 
 
+@pytest.mark.parametrize("placement", ProbPlacement)
+@pytest.mark.parametrize("name", ["bf16", "gpt-oss-whole"])
+def test_grouped_has_the_same_bits(name: str, placement: ProbPlacement) -> None:
+    problem = replace(_in(CASES[name], "bf16"), placement=placement, **SHAPE)
+    for tokens, distribution in ((3, "dropped"), (300, "zipf")):
+        inputs = make_inputs(problem, tokens, distribution=distribution, device="cuda")
+        expected = run(problem, inputs, "fused")
+
+        for quantity, value in run(problem, inputs, "grouped").items():
+            assert_bitwise_equal(value, expected[quantity], quantity)
+
+
 def test_a_training_forward_has_the_bits_of_inference() -> None:
     for name in ("bf16-gpt-oss", "gpt-oss-whole", "bf16"):
         problem = replace(_in(CASES[name], "bf16"), **SHAPE)

@@ -2,15 +2,13 @@
 
 Four launches (five for many tokens) forward and no host sync; every shape is a function of T, so a
 call can be captured in a CUDA graph. Tiles follow T, bits do not: every tile of the table computes
-the same. The backward keeps z only: h and the metadata are computed again.
-The table is evidence for sm_90; another architecture has one tile for every T.
+the same. The table is evidence for sm_90; another architecture has one tile for every T.
 """
 
-import torch
 from torch import Tensor
 
-from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
-from samebits.ops.permute.tuning import Metadata
+from samebits.backends import device_gradients
+from samebits.backends.call import Call, Gradients
 from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.weights import ExpertWeights
 
@@ -115,134 +113,4 @@ def backward(
     Determinism: repeatable; rows ascend in every sum over rows; dx is independent of T and of the
     other rows.
     """
-    from samebits.ops.hidden_gradient import tuning as hidden_tuning
-    from samebits.ops.hidden_gradient.kernel import launch_hidden_gradient, launch_probs_gradient
-    from samebits.ops.permute.kernel import launch_metadata, launch_permute
-
-    want = {name for name, asked in zip(DIFFERENTIABLE, wanted, strict=True) if asked}
-    topk, total = problem.K, call.topk_ids.numel()
-    on_input = problem.placement == ProbPlacement.FC1_INPUT
-    probs = call.topk_probs.contiguous()
-    config = hidden_tuning.heuristic(max(total, 1), problem.E, problem.device)
-    if problem.dtype == "fp32":
-        config = config.for_fp32()
-    metadata = launch_metadata(
-        call.topk_ids,
-        problem.E,
-        config.block_r,
-        expert_start=problem.expert_start,
-        num_valid_tokens=call.num_valid_tokens,
-    )
-    dout = dout.to(call.x.dtype).contiguous()
-    by_row = bool(want & {"down", "down_bias"})
-    dy = launch_permute(dout, metadata.inverse, topk, None) if by_row else dout
-    dz, h, partial = launch_hidden_gradient(
-        dy,
-        call.down,
-        z,
-        metadata.slots,
-        metadata.tiles,
-        None if on_input else probs,
-        problem.activation,
-        problem.layout,
-        config,
-        topk=topk,
-        gather=not by_row,
-        want_dz=bool(want & {"x", "gate_up", "gate_up_bias"})
-        or (on_input and "topk_probs" in want),
-        want_h="down" in want,
-        want_partial="topk_probs" in want and not on_input,
-    )
-    products = _Products(problem, call, metadata, want)
-    grads = products.of_second(dy, h, None if on_input else probs)
-    # Their memory serves the next products.
-    del dy, h
-    if partial is not None:
-        bias = None if call.down_bias is None else call.down_bias.contiguous()
-        grads["topk_probs"] = launch_probs_gradient(
-            partial,
-            dout,
-            bias,
-            call.topk_ids.contiguous(),
-            metadata.inverse,
-            problem.expert_start,
-        )
-    if dz is not None:
-        grads |= products.of_first(dz, probs if on_input else None)
-    if "topk_probs" in grads:
-        grads["topk_probs"] = grads["topk_probs"].to(call.topk_probs.dtype)
-    return Gradients(**grads)
-
-
-class _Products:
-    """The products of a backward that follow the gradients of z and y."""
-
-    def __init__(self, problem: Problem, call: Call, metadata: Metadata, want: set[str]) -> None:
-        from samebits.ops.weight_gradient import tuning
-        from samebits.ops.weight_gradient.kernel import launch_order
-
-        self.problem, self.call, self.metadata, self.want = problem, call, metadata, want
-        self.total = call.topk_ids.numel()
-        config = tuning.heuristic(max(self.total, 1), problem.E, problem.device)
-        self.config = config.for_fp32() if problem.dtype == "fp32" else config
-        self.order = launch_order(metadata.offsets) if want & {"gate_up", "down"} else None
-
-    def of_second(self, dy: Tensor, h: Tensor | None, probs: Tensor | None) -> dict[str, Tensor]:
-        """Return the gradients of the parameters of the second projection."""
-        grads = {}
-        if h is not None:
-            grads["down"] = self._weight(dy, h, self.call.down)
-        if "down_bias" in self.want and self.call.down_bias is not None:
-            grads["down_bias"] = self._bias(dy, probs, self.call.down_bias)
-        return grads
-
-    def of_first(self, dz: Tensor, probs: Tensor | None) -> dict[str, Tensor]:
-        """Return the other gradients; ``probs`` where the input was scaled by them."""
-        from samebits.ops.permute.kernel import launch_permute, launch_permute_backward
-
-        call, topk, inverse, grads = self.call, self.problem.K, self.metadata.inverse, {}
-        want_probs = probs is not None and "topk_probs" in self.want
-        if "gate_up_bias" in self.want and call.gate_up_bias is not None:
-            grads["gate_up_bias"] = self._bias(dz, None, call.gate_up_bias)
-        if "x" in self.want or want_probs:
-            rows = self._input(dz)
-            x = call.x if want_probs else None
-            dx, dprobs = launch_permute_backward(rows, inverse, topk, probs, x)
-            del rows
-            if "x" in self.want:
-                grads["x"] = dx
-            if dprobs is not None:
-                grads["topk_probs"] = dprobs
-        if "gate_up" in self.want:
-            x = launch_permute(call.x, inverse, topk, probs)
-            grads["gate_up"] = self._weight(dz, x, call.gate_up)
-        return grads
-
-    def _input(self, dz: Tensor) -> Tensor:
-        """Return the gradient of each row's input."""
-        from samebits.ops.indirect_gemm.kernel import launch_second_projection
-        from samebits.ops.indirect_gemm.tuning import input_gradient_heuristic
-        from samebits.ops.permute.kernel import launch_tiles
-
-        sizes = max(self.total, 1), self.problem.E
-        config = input_gradient_heuristic(*sizes, self.problem.device)
-        if self.problem.dtype == "fp32":
-            config = config.for_fp32()
-        tiles = launch_tiles(self.metadata.offsets, self.total, config.block_r)
-        matrices = self.call.gate_up.transpose(1, 2)
-        return launch_second_projection(
-            dz, self.metadata.slots, tiles, matrices, None, None, config
-        )
-
-    def _weight(self, a: Tensor, b: Tensor, parameter: Tensor) -> Tensor:
-        from samebits.ops.weight_gradient.kernel import launch_weight_gradient
-
-        assert self.order is not None
-        grad = torch.empty_like(parameter)
-        return launch_weight_gradient(a, b, self.metadata.offsets, self.order, grad, self.config)
-
-    def _bias(self, rows: Tensor, probs: Tensor | None, parameter: Tensor) -> Tensor:
-        from samebits.ops.weight_gradient.kernel import launch_bias_gradient
-
-        grad = torch.empty_like(parameter)
-        return launch_bias_gradient(rows, self.metadata.offsets, self.metadata.slots, probs, grad)
+    return device_gradients.backward(problem, call, z, dout, wanted)

@@ -6,6 +6,7 @@ path for rows that arrive sorted, and the check on the fused backend.
 
 from torch import Tensor
 
+from samebits.backends import device_gradients
 from samebits.backends.call import Call, Gradients
 from samebits.backends.grouped import device, host, host_gradients
 from samebits.problem import Problem
@@ -50,4 +51,6 @@ def backward(
 
     Determinism: repeatable; rows ascend in every sum over rows.
     """
-    return host_gradients.backward(problem, call, z, dout, wanted)
+    if problem.device == "cpu":
+        return host_gradients.backward(problem, call, z, dout, wanted)
+    return device_gradients.backward(problem, call, z, dout, wanted)

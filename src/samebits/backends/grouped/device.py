@@ -24,8 +24,6 @@ def why_not(problem: Problem) -> str | None:
         return "its kernels compute bf16, fp16 and fp32"
     if problem.norm_eps is not None:
         return "it has no post-expert norm on a GPU"
-    if problem.grad:
-        return "it has no backward on a GPU yet"
     return None
 
 

@@ -8,7 +8,7 @@
 ``make_inputs()`` returns ``(args, kwargs)``. Nothing is imported before a fixture is used.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ def assert_no_stale_scalars() -> Callable[..., None]:
 
 @pytest.fixture
 def assert_row_independent() -> Callable[..., None]:
-    """Return the assert that compares each row computed alone, and in parts, with the whole."""
+    """Return the assert that changes a batch around a row, and compares the row's bits."""
     return _assert_row_independent
 
 
@@ -75,28 +75,24 @@ def _assert_no_stale_scalars(
 
 
 def _assert_row_independent(function: Callable[..., Any], make_inputs: Factory) -> None:
-    """Fail where a row of an output has other bits alone, or in a part, than in the whole.
+    """Fail where a row's bits depend on the size of its batch, its place in it, or the other rows.
 
     The rows are the first dimension of every tensor argument as long as the first one; outputs with
-    another first dimension are not compared. Beside NaN rows a row must keep its bits, too.
+    another first dimension are not compared. It is `samebits check invariance`, in batches of up to
+    as many rows as there are.
     """
-    from samebits.testing.numerics import assert_bitwise_equal
+    from samebits.checks.invariance import Rows, audit
+    from samebits.checks.invariance.audit import TOKENS
 
-    args, kwargs = _made(make_inputs)
-    rows = _rows(args, kwargs)
-    whole = _by_row(function(*args, **kwargs), rows)
-    if not whole:
-        raise ValueError(f"no output has {rows} rows: nothing can be compared")
-    for start, stop in _parts(rows):
-        part = _map([args, kwargs], rows, lambda t, a=start, b=stop: t[a:b])  # type: ignore[misc]
-        outputs = _by_row(function(*part[0], **part[1]), stop - start)
-        _same_count(whole, outputs, f"rows {start} to {stop}")
-        for name, value in outputs.items():
-            assert_bitwise_equal(value, whole[name][start:stop], f"{name}, rows {start} to {stop}")
-    poisoned = _map([args, kwargs], rows, _with_nan_below)
-    for name, value in _by_row(function(*poisoned[0], **poisoned[1]), rows).items():
-        half = (rows + 1) // 2
-        assert_bitwise_equal(value[:half], whole[name][:half], f"{name}, beside NaN rows")
+    rows = Rows(function, *_made(make_inputs))
+    sizes = [size for size in TOKENS if size < rows.count]
+    answers = list(audit(rows, [*sizes, rows.count]))
+    for answer in answers:
+        if answer.difference is not None:
+            pytest.fail(str(answer.difference), pytrace=False)
+    reasons = "; ".join(dict.fromkeys(answer.reason for answer in answers if answer.reason))
+    if reasons:
+        raise ValueError(f"nothing can be compared: {reasons}")
 
 
 def _assert_repeatable(
@@ -146,9 +142,7 @@ def _assert_parity(
     args, kwargs = _made(make_inputs)
     outputs = _tensors(function(*args, **kwargs))
     plain = _tensors(reference(*args, **kwargs))
-    exact_args, exact_kwargs = _map(
-        [args, kwargs], None, lambda t: t.double() if t.is_floating_point() else t
-    )
+    exact_args, exact_kwargs = _in_fp64([args, kwargs])
     exact = _tensors(reference(*exact_args, **exact_kwargs))
     _same_count(plain, outputs, "the function")
     for name, value in outputs.items():
@@ -175,43 +169,16 @@ def _tensors(value: Any) -> dict[str, Any]:
     return {name: tensor.detach() for name, tensor in named_tensors(value).items()}
 
 
-def _rows(args: list[Any], kwargs: dict[str, Any]) -> int:
-    for value in [*args, *kwargs.values()]:
-        if getattr(value, "ndim", 0) > 0:
-            return int(value.shape[0])
-    raise ValueError("no argument is a tensor with rows")
-
-
-def _by_row(value: Any, rows: int) -> dict[str, Any]:
-    return {n: t for n, t in _tensors(value).items() if t.ndim > 0 and t.shape[0] == rows}
-
-
-def _parts(rows: int) -> Iterator[tuple[int, int]]:
-    """Yield each of the first and last rows alone, the halves, and all but the last row."""
-    alone = sorted({0, rows // 2, rows - 1})
-    parts = [(i, i + 1) for i in alone] + [(0, rows // 2), (rows // 2, rows), (0, rows - 1)]
-    yield from dict.fromkeys((a, b) for a, b in parts if b > a)
-
-
-def _with_nan_below(tensor: Any) -> Any:
-    if not tensor.is_floating_point():
-        return tensor
-    poisoned = tensor.detach().clone()
-    poisoned[(len(tensor) + 1) // 2 :] = float("nan")
-    return poisoned
-
-
-def _map(value: Any, rows: int | None, change: Callable[[Any], Any]) -> Any:
-    """Return ``value`` with each tensor of that many rows (of any shape for None) changed."""
+def _in_fp64(value: Any) -> Any:
+    """Return ``value`` with each float tensor in it as fp64."""
     import torch
 
     if isinstance(value, torch.Tensor):
-        fits = rows is None or (value.ndim > 0 and value.shape[0] == rows)
-        return change(value) if fits else value
+        return value.double() if value.is_floating_point() else value
     if type(value) is dict:
-        return {key: _map(item, rows, change) for key, item in value.items()}
+        return {key: _in_fp64(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_map(item, rows, change) for item in value)
+        return type(value)(_in_fp64(item) for item in value)
     return value
 
 

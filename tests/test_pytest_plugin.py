@@ -133,8 +133,8 @@ def test_rows_that_depend_on_others_fail(tmp_path):
     found, said = outcomes(tmp_path, ROWS)
 
     assert found == {"test_by_row": "PASSED", "test_centred": "FAILED", "test_poisoned": "FAILED"}
-    assert "rows 0 to 1" in said
-    assert "beside NaN rows" in said
+    assert "T=2, row 0 first, against alone" in said
+    assert "beside NaN" in said
 
 
 def test_outputs_and_gradients_that_drift_fail(tmp_path):

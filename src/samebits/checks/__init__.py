@@ -19,4 +19,5 @@ CHECKS: Mapping[str, str] = {
     "parity": "samebits.checks.parity",
     "logprobs": "samebits.checks.logprobs",
     "determinism": "samebits.checks.determinism",
+    "invariance": "samebits.checks.invariance",
 }

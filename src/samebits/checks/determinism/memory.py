@@ -57,8 +57,7 @@ def first_difference(actual: Sequence[Tensor], expected: Sequence[Tensor], what:
     if [_form(t) for t in actual] != [_form(t) for t in expected]:
         return f"{what}s of other shapes"
     for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        size = a.element_size()
-        different = (_bytes(a).view(-1, size) != _bytes(b).view(-1, size)).any(1).nonzero()
+        different = differing(a, b)
         if different.numel():
             place = int(different[0])
             pair = " and ".join(_spelled(t, place) for t in (a, b))
@@ -66,6 +65,12 @@ def first_difference(actual: Sequence[Tensor], expected: Sequence[Tensor], what:
                 f"{what} {index}: {len(different)} of {a.numel()} elements, first {place}: {pair}"
             )
     return "nowhere"
+
+
+def differing(a: Tensor, b: Tensor) -> Tensor:
+    """Return the flat places of the elements whose bytes differ; shape and dtype must be alike."""
+    size = a.element_size()
+    return (_bytes(a).view(-1, size) != _bytes(b).view(-1, size)).any(1).nonzero().reshape(-1)
 
 
 def digest(tensors: Sequence[Tensor]) -> str:

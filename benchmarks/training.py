@@ -4,9 +4,9 @@
 
 Gradients are compared with fp64 first, on one expert and one token. Up to 1024 tokens a step is a
 CUDA graph, above it is launched plainly. floor = max(18·R·H·F / 790 TFLOP/s, bytes / 4.3 TB/s):
-weights of touched experts read twice and their gradients written, tokens in and out of both passes.
-``memory``: peak beyond parameters, gradients and inputs. ``host``: time of a step that nothing waits
-for. Routing ``half``: half of all slots on one expert.
+touched weights read twice and their gradients written, tokens in and out of both passes.
+``memory``: peak beyond parameters, gradients and inputs. ``host``: time of a step for which nothing
+waits. Routing ``half``: half of all slots on one expert.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def check(weights, values, results, dout):
         whole += dz @ g
     exact["x"] = whole, dx[0]
     return {
-        name: float((value.double() - wanted).norm() / wanted.norm())
+        name: float((value.detach().double() - wanted).norm() / wanted.norm())
         for name, (wanted, value) in exact.items()
     }
 

@@ -80,6 +80,16 @@ OUTER = [
     outer(128, 128, 64, 4, 3, persistent=False),
     outer(128, 256, 64, 8, 3, persistent=False),
 ]
+OUTER_MIDDLE = [
+    outer(128, 128, 64, 4, 2, persistent=False),
+    outer(128, 128, 64, 8, 2, persistent=False),
+    outer(128, 128, 128, 8, 2, persistent=False),
+    outer(64, 256, 64, 4, 2, persistent=False),
+    outer(64, 256, 64, 4, 3, persistent=False),
+    outer(64, 128, 64, 4, 2, persistent=False),
+    outer(64, 128, 64, 4, 3, persistent=False),
+    outer(128, 64, 64, 4, 3, persistent=False),
+]
 OUTER_FEW = [
     outer(128, 128, 32, 4, 3, persistent=False),
     outer(128, 128, 64, 4, 2, persistent=False),
@@ -91,7 +101,9 @@ OUTER_FEW = [
 
 def candidates(stage, rows_per_expert):
     if stage in ("down", "gate_up"):
-        return [*OUTER, *OUTER_FEW] if rows_per_expert <= 100 else OUTER
+        if rows_per_expert <= 100:
+            return [*OUTER_FEW, *OUTER_MIDDLE]
+        return [*OUTER_MIDDLE, *OUTER] if rows_per_expert <= 600 else OUTER
     wide = HIDDEN if stage == "hidden" else INPUT
     if rows_per_expert <= 40:
         return [*FEW, *wide[:4]]
@@ -144,7 +156,7 @@ class Case:
         return (launch_second_projection(self.dz, self.slots, table, matrices, None, None, config),)
 
 
-STAGES = ("hidden", "input", "down", "gate_up")
+STAGES = ["hidden", "input", "down", "gate_up"]
 
 
 def short(c):
@@ -204,18 +216,18 @@ def main():
     parser.add_argument("--out", default="tune_backward.json")
     parser.add_argument("--shapes", default=",".join(MODELS))
     parser.add_argument("--tokens", default="256,1024,4096,16384")
+    parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument("--compile-share", nargs=2, type=int)
     parser.add_argument("--seconds", type=float, default=300)
     args = parser.parse_args()
+    STAGES[:] = args.stages.split(",")
     if args.compile_share:
         compile_share(*args.compile_share)
         return
     start = time.time()
     processes = min(12, os.cpu_count() or 1)
-    workers = [
-        subprocess.Popen([sys.executable, __file__, "--compile-share", str(i), str(processes)])
-        for i in range(processes)
-    ]
+    command = [sys.executable, __file__, "--stages", args.stages, "--compile-share"]
+    workers = [subprocess.Popen([*command, str(i), str(processes)]) for i in range(processes)]
     codes = [worker.wait() for worker in workers]
     print("compiled in", round(time.time() - start), "s", codes, flush=True)
     results = []

@@ -27,7 +27,8 @@ MOST_TOKENS = 256
 # Kinds of calls that are kept; past them all are forgotten.
 MOST_PLANS = 4096
 _PLAIN = (Tensor, torch.nn.Parameter)
-_ALLOCATIONS = frozenset(("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
+# Operators that a repetition does itself, or that change no memory.
+ALLOCATIONS = frozenset(("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
 _KINDS = (Routing, ExpertWeights, Activation, str, int)
 
 Key = tuple[Any, ...]
@@ -144,7 +145,7 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if name not in _ALLOCATIONS and not func.is_view:
+        if name not in ALLOCATIONS and not func.is_view:
             self.others.append(name)
         return func(*args, **(kwargs or {}))
 

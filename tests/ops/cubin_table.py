@@ -16,12 +16,16 @@ SHARED = 99 * 1024
 Table = dict[str, dict[str, list[int]]]
 
 
-def compile_table(script: Path) -> Table:
-    """Compile everything in a process that has not imported the kernels for the interpreter."""
+def compile_table(script: Path, *cases: str) -> Table:
+    """Compile cases (all) in a process that has not imported the kernels for the interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # noqa: TID251
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, str(script), *cases],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     compiled: Table = json.loads(done.stdout)

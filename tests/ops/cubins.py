@@ -41,11 +41,15 @@ def main(
     cases: Mapping[str, _Case],
     build: Callable[[_Case, int], Any],
     arguments: list[str],
+    *,
+    measure: Callable[[Any], list[int]] = measure,
+    targets: Callable[[_Case], tuple[int, ...]] = lambda _: TARGETS,
 ) -> None:
     """Print the table of ``cases`` as JSON; ``--record`` writes this Triton version's beside it."""
     names = [name for name in arguments if not name.startswith("--")] or list(cases)
     table = {
-        name: {f"sm_{sm}": measure(build(cases[name], sm)) for sm in TARGETS} for name in names
+        name: {f"sm_{sm}": measure(build(cases[name], sm)) for sm in targets(cases[name])}
+        for name in names
     }
     record = Path(script).with_suffix(".json")
     if "--record" in arguments:

@@ -58,8 +58,9 @@ def _installs(asked: list[str]) -> list[str]:
     return [line for line in asked if "pip install" in line]
 
 
-def test_no_command_is_a_usage_error(checkout: Checkout) -> None:
-    code, _, asked = checkout.run()
+@pytest.mark.parametrize("words", [[], ["--system"]])
+def test_no_command_is_a_usage_error(checkout: Checkout, words: list[str]) -> None:
+    code, _, asked = checkout.run(*words)
 
     assert (code, asked) == (2, [])
 
@@ -69,6 +70,13 @@ def test_a_python_that_is_not_there_is_one_line(checkout: Checkout) -> None:
 
     assert code == 2
     assert err == "run: no python0 here; set PYTHON to a Python >= 3.11\n"
+
+
+def test_a_python_that_does_not_start_is_one_line(checkout: Checkout) -> None:
+    code, err, _ = checkout.run("test", failing="-c pass")
+
+    assert code == 2
+    assert err == f"run: {checkout.python} does not start; set PYTHON to a Python >= 3.11\n"
 
 
 @pytest.mark.parametrize("options", [[], ["--system"]])
@@ -125,11 +133,15 @@ def test_an_environment_that_failed_is_made_anew(checkout: Checkout) -> None:
     assert len(_installs(again)) == 1
 
 
-def test_system_asks_the_current_python_alone(checkout: Checkout) -> None:
-    code, _, asked = checkout.run("check", "parity", "--system", "--case", "swiglu")
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_system_asks_the_current_python_alone(checkout: Checkout, place: int) -> None:
+    words = ["check", "parity", "--case", "swiglu"]
+
+    code, _, asked = checkout.run(*words[:place], "--system", *words[place:])
 
     assert code == 0
-    assert asked[1:] == ["-m samebits check parity --case swiglu"]
+    assert asked[-1] == "-m samebits check parity --case swiglu"
+    assert all(line.startswith("-c ") for line in asked[:-1])
     assert not (checkout.folder / ".venv").exists()
 
 

@@ -68,7 +68,9 @@ class Subject(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``check parity`` to ``parser``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = (__doc__ or "").partition("`: ")[2]
+    parser.description = (
+        (__doc__ or "").partition("`: ")[2].replace("::\n", ":\n").replace("``", "`")
+    )
     add = parser.add_argument
     add("target", nargs="?", metavar="TARGET", help="module:function; default: our backends")
     add("--case", action="append", choices=sorted(CASES), metavar="NAME", help=_CASE_HELP)

@@ -32,6 +32,12 @@ CLASSES = {
     "nemotron_h.NemotronHExperts": "relu², no gate",
 }
 STEPS = 350
+# What the words in the table of the second part mean.
+_WORDS = {
+    "(dropped)": "only where slots are dropped, as under expert parallelism",
+    "not run": "its kernel cannot run on this machine; ./run check models says why",
+    "refused": "it says itself that it cannot compute this",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +130,9 @@ def _show_classes() -> bool:
         rows.append(row)
     print(plain_table(["function of the experts", "class", *implementations], rows))
     print("WRONG: another function, without an error; the number is error / largest value")
+    for word, meaning in _WORDS.items():
+        if any(word in text for row in rows for text in row):
+            print(f"{word}: {meaning}")
     if any(f.evidence == "arguments" and f.verdict == "fail" for f in findings):
         print("sonicmoe is judged on the arguments its adapter passes: its kernel needs a GPU")
     return good

@@ -142,7 +142,8 @@ def match(name: str, names: Sequence[str]) -> str:
         return fits[0]
     near = fits or [n for n in names if name.lower() in n.lower()] or names[:3]
     rule = f"name one experts class, such as {', '.join(near[:5])}"
-    raise ValueError(must("--model", rule, repr(name)))
+    hint = "hint: --list names them all; classes that the interface misses are in docs/refused.md"
+    raise ValueError(must("--model", rule, f"{name!r}\n{hint}"))
 
 
 def listing(plan: Plan) -> str:

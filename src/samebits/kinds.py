@@ -35,12 +35,17 @@ class ActivationKind(NamedTuple):
     ungated: bool = True
 
 
+def _logistic(x: Tensor) -> Tensor:
+    # In place: fresh memory for every step costs more than the arithmetic on a CPU.
+    return torch.neg(x).exp_().add_(1.0).reciprocal_()
+
+
 class _Sigmoid(torch.autograd.Function):
     """``1 / (1 + exp(-x))``, whose own gradient is NaN where the exponential overflows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        share = 1.0 / (1.0 + torch.exp(-x))
+        share = _logistic(x)
         ctx.save_for_backward(share)
         return share
 
@@ -53,12 +58,14 @@ class _Sigmoid(torch.autograd.Function):
 def _sigmoid(x: Tensor) -> Tensor:
     # torch's own sigmoid gives an element other bits on CPU when it falls into the tail of a vector
     # loop, that is, by its place in the tensor; exp, tanh and erf do not.
+    if not x.requires_grad:
+        return _logistic(x)
     share: Tensor = _Sigmoid.apply(x)  # type: ignore[no-untyped-call]
     return share
 
 
 def _silu(gate: Tensor, activation: Scalars) -> Tensor:
-    return gate * _sigmoid(activation.alpha * gate)
+    return gate * _sigmoid(gate if activation.alpha == 1.0 else activation.alpha * gate)
 
 
 def _silu_derivative(gate: Tensor, activation: Scalars) -> Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import grouped_mm, linear
 
 from samebits import activation as act
 from samebits.backends.call import Call, accumulate_dtype
@@ -20,8 +20,11 @@ from samebits.weights import split_gate_up
 # Experts with few rows share the elementwise stages up to this many rows: beyond it they gain
 # nothing and leave the cache.
 _CHUNK_ROWS = 64
-# fp32 products of 5 to 32 rows are quicker with the weight as the left operand (MKL, measured).
-_WEIGHT_FIRST_FP32 = range(5, 33)
+# fp32 products of so many rows for each expert are quicker with the weight as the left operand;
+# measured with MKL.
+_WEIGHT_FIRST_FP32 = (5, 32)
+# What torch's grouped product takes on CPU: bytes that divide every stride and address.
+_ALIGNMENT = 16
 
 
 class Chunk(NamedTuple):
@@ -29,11 +32,23 @@ class Chunk(NamedTuple):
 
     # Rows of the call.
     span: slice
-    # (rows,) and (rows, 1).
+    # (rows,) token and expert of each row, and (rows, 1) its probability.
     tokens: Tensor
+    experts: Tensor
     p: Tensor
-    # For each expert, its rows within the chunk.
-    groups: list[tuple[int, slice]]
+    # Experts with rows, ascending, and how many rows each of them has.
+    present: list[int]
+    counts: list[int]
+
+    def groups(self) -> Iterator[tuple[int, slice]]:
+        """Yield each expert with its rows within the chunk.
+
+        Determinism: ascending.
+        """
+        start = 0
+        for expert, count in zip(self.present, self.counts, strict=True):
+            yield expert, slice(start, start + count)
+            start += count
 
 
 class Rows:
@@ -48,27 +63,36 @@ class Rows:
         )
         self.bounds: list[int] = permutation.offsets.tolist()
         self.total = self.bounds[-1]
+        # No chunk has more rows.
+        self.longest = max(_CHUNK_ROWS, *(stop - start for start, stop in pairwise(self.bounds)))
         self.slots = permutation.slots[: self.total]
-        self.tokens = self.slots // problem.K
-        self.probs = call.topk_probs.reshape(-1)[self.slots].to(accumulate_dtype(problem))[:, None]
+        self._tokens = self.slots // problem.K
+        self._experts = call.topk_ids.reshape(-1)[self.slots] - problem.expert_start
+        wide = accumulate_dtype(problem)
+        self._probs = call.topk_probs.reshape(-1)[self.slots].to(wide)[:, None]
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the rows in order, in chunks of at most ``_CHUNK_ROWS`` or of one expert."""
-        groups: list[tuple[int, slice]] = []
+        """Yield the rows in order, in chunks of at most ``_CHUNK_ROWS`` or of one expert.
+
+        Determinism: exact integers.
+        """
+        present: list[int] = []
         first = 0
         for expert, (start, stop) in enumerate(pairwise(self.bounds)):
             if stop == start:
                 continue
-            if groups and stop - first > _CHUNK_ROWS:
-                yield self._chunk(first, start, groups)
-                groups, first = [], start
-            groups.append((expert, slice(start - first, stop - first)))
-        if groups:
-            yield self._chunk(first, self.total, groups)
+            if present and stop - first > _CHUNK_ROWS:
+                yield self._chunk(first, start, present)
+                present, first = [], start
+            present.append(expert)
+        if present:
+            yield self._chunk(first, self.total, present)
 
-    def _chunk(self, start: int, stop: int, groups: list[tuple[int, slice]]) -> Chunk:
+    def _chunk(self, start: int, stop: int, present: list[int]) -> Chunk:
         span = slice(start, stop)
-        return Chunk(span, self.tokens[span], self.probs[span], groups)
+        counts = [self.bounds[expert + 1] - self.bounds[expert] for expert in present]
+        experts = self._experts[span]
+        return Chunk(span, self._tokens[span], experts, self._probs[span], present, counts)
 
 
 def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor]:
@@ -79,15 +103,20 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     rows = Rows(problem, call)
     out = torch.zeros(call.x.shape, dtype=accumulate_dtype(problem))
     saved = call.x.new_empty(call.topk_ids.numel() if save else 0, call.gate_up.shape[1])
+    terms = torch.empty(rows.longest, problem.H, dtype=out.dtype)
     for chunk in rows.chunks():
-        x = expert_input(problem, call.x[chunk.tokens], chunk.p)
+        x = expert_input(problem, call.x.index_select(0, chunk.tokens), chunk.p)
         z = product(x, call.gate_up, call.gate_up_bias, chunk)
         if save:
             saved[chunk.span] = z
-        y = _second(problem, call, _activate(problem, z, chunk.p), chunk).contiguous()
-        y = y * chunk.p if problem.placement == ProbPlacement.FC2_OUTPUT else y.to(out.dtype)
+        y = _second(problem, call, _activate(problem, z, chunk.p), chunk)
+        term = terms[: len(y)]
+        if problem.placement == ProbPlacement.FC2_OUTPUT:
+            torch.mul(y, chunk.p, out=term)
+        else:
+            term.copy_(y)
         # Experts ascend, so every token's terms are added by ascending row, from +0.0.
-        out.index_add_(0, chunk.tokens, y)
+        out.index_add_(0, chunk.tokens, term)
     if save:
         saved[rows.total :] = 0
     return out.to(DTYPES[problem.result_dtype]), saved
@@ -108,30 +137,61 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: Chunk) -> Ten
 
     Determinism: repeatable; bits may depend on an expert's row count and the strides.
     """
-    parts = [
-        _linear(x[rows], weight[expert], None if bias is None else bias[expert])
-        for expert, rows in chunk.groups
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None and bias.dtype != x.dtype:
         # torch adds a bias before it rounds only where the bias has the product's dtype.
         wide = torch.promote_types(x.dtype, torch.float32)
-        return linear(x.to(wide), weight.to(wide), bias.to(wide)).to(x.dtype)
-    if not _weight_first(x, weight):
-        return linear(x, weight, bias)
+        parts = [
+            linear(x[rows].to(wide), weight[expert].to(wide), bias[expert].to(wide))
+            for expert, rows in chunk.groups()
+        ]
+        return _joined(parts).to(x.dtype)
+    if _weight_first(x, weight, chunk):
+        return _weight_first_product(x, weight, bias, chunk)
+    if (bias is None or x.dtype == torch.float32) and _takes_grouped_mm(x, weight):
+        first, last = chunk.present[0], chunk.present[-1] + 1
+        ends = torch.bincount(chunk.experts - first, minlength=last - first).cumsum(0)
+        z = grouped_mm(x, weight[first:last].transpose(1, 2), offs=ends.to(torch.int32))
+        return z if bias is None else z.add_(bias[chunk.experts])
+    rows_of = x.split(chunk.counts)
+    weights = [weight[expert].T for expert in chunk.present]
     if bias is None:
-        return torch.bmm(weight[None], x.T[None])[0].T
-    return torch.baddbmm(bias[None, :, None], weight[None], x.T[None])[0].T
+        return _joined(list(map(torch.mm, rows_of, weights)))
+    biases = [bias[expert] for expert in chunk.present]
+    return _joined(list(map(torch.addmm, biases, rows_of, weights)))
 
 
-def _weight_first(x: Tensor, weight: Tensor) -> bool:
-    """Return whether ``(weight · xᵀ)ᵀ`` is quicker: a left operand needs no repacking."""
+def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _weight_first(x: Tensor, weight: Tensor, chunk: Chunk) -> bool:
+    """Return whether ``weight · xᵀ`` is quicker than ``x · weightᵀ``: it repacks ``x`` only."""
     if weight.stride(-1) != 1:
         return False
-    return x.element_size() == 2 or (x.dtype == torch.float32 and len(x) in _WEIGHT_FIRST_FP32)
+    if x.dtype == torch.float32:
+        fewest, most = _WEIGHT_FIRST_FP32
+        return fewest <= len(chunk.tokens) / len(chunk.present) <= most
+    return x.element_size() == 2
+
+
+def _weight_first_product(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: Chunk) -> Tensor:
+    # As batches of one: for one row, torch has a slower product of a matrix and a vector.
+    columns = x.T[None].split(chunk.counts, 2)
+    weights = [weight[expert : expert + 1] for expert in chunk.present]
+    if bias is None:
+        return _joined(list(map(torch.bmm, weights, columns)), 2)[0].T
+    biases = [bias[expert][None, :, None] for expert in chunk.present]
+    return _joined(list(map(torch.baddbmm, biases, weights, columns)), 2)[0].T
+
+
+def _takes_grouped_mm(x: Tensor, weight: Tensor) -> bool:
+    """Return whether torch's grouped product, one call for all experts, takes these tensors."""
+    if x.dtype == torch.float64 or x.stride(-1) != 1 or 1 not in weight.stride()[1:]:
+        return False
+    elements = _ALIGNMENT // x.element_size()
+    strides = (x.stride(0), *weight.stride())
+    aligned = all(stride == 1 or stride % elements == 0 for stride in strides)
+    return aligned and all(t.data_ptr() % _ALIGNMENT == 0 for t in (x, weight))
 
 
 def _activate(problem: Problem, z: Tensor, p: Tensor) -> Tensor:
@@ -159,15 +219,15 @@ def unrounded(problem: Problem, call: Call, h: Tensor, chunk: Chunk) -> Tensor:
 
     Determinism: see ``product``.
     """
-    wide, bias = chunk.p.dtype, call.down_bias
-    parts = []
-    for expert, rows in chunk.groups:
-        part = linear(h[rows].to(wide), call.down[expert].to(wide))
-        if bias is not None:
-            row = bias[expert].to(wide)
-            part += chunk.p[rows] * row if problem.placement == ProbPlacement.FC2_INPUT else row
-        parts.append(part)
-    return torch.cat(parts)
+    wide = chunk.p.dtype
+    parts = [
+        linear(h[rows].to(wide), call.down[expert].to(wide)) for expert, rows in chunk.groups()
+    ]
+    y = _joined(parts)
+    if call.down_bias is not None:
+        bias = call.down_bias[chunk.experts].to(wide)
+        y += bias * chunk.p if problem.placement == ProbPlacement.FC2_INPUT else bias
+    return y
 
 
 class Normed(NamedTuple):

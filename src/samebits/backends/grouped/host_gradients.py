@@ -42,7 +42,7 @@ def backward(
     grads = _parameter_buffers(call, want, rows.bounds)
     for chunk in rows.chunks():
         local = _derivative(problem, z[chunk.span].to(wide))
-        second = _second_backward(problem, call, dout[chunk.tokens], local.h, chunk)
+        second = _second_backward(problem, call, dout.index_select(0, chunk.tokens), local.h, chunk)
         dnorm_scale += second.norm_scale
         if second.p is not None:
             dprobs[rows.slots[chunk.span]] = second.p
@@ -51,17 +51,17 @@ def backward(
         if local.up is not None:
             dz = merge_gate_up(dz, dh * local.up, problem.layout)
         dz = dz.to(dtype)
-        x = call.x[chunk.tokens]
+        x = call.x.index_select(0, chunk.tokens)
         h = local.h if second.scale is None else local.h * second.scale
         _parameter_gradients(
             grads, chunk, second, dz, h.to(dtype), expert_input(problem, x, chunk.p)
         )
         if "x" in want or (want_probs and on_input):
-            dx_slot = product(dz, call.gate_up.transpose(1, 2), None, chunk).to(wide)
+            dx_slot = product(dz, call.gate_up.transpose(1, 2), None, chunk).contiguous().to(wide)
             if on_input:
                 dprobs[rows.slots[chunk.span]] = (dx_slot * x).sum(-1)
                 dx_slot = dx_slot * chunk.p
-            dx.index_add_(0, chunk.tokens, dx_slot.contiguous())
+            dx.index_add_(0, chunk.tokens, dx_slot)
     if "x" in want:
         grads["x"] = dx.to(dtype)
     if want_probs:
@@ -108,8 +108,7 @@ def _second_backward(
     if dp is None and scale is not None:
         dp = (dh * h).sum(-1)
         if call.down_bias is not None:
-            for expert, rows in chunk.groups:
-                dp[rows] += exact[rows] @ call.down_bias[expert].to(p.dtype)
+            dp += (exact * call.down_bias[chunk.experts]).sum(-1)
     return _SecondGradients(dy, exact, dh, dp, dnorm_scale, scale)
 
 
@@ -139,7 +138,7 @@ def _parameter_gradients(
     wide = second.exact.dtype
     scale = second.exact.new_ones(()) if second.scale is None else second.scale
     exact = second.exact * scale if "down_bias" in grads else second.exact
-    for expert, rows in chunk.groups:
+    for expert, rows in chunk.groups():
         if "down" in grads:
             torch.mm(second.y[rows].T, h[rows], out=grads["down"][expert])
         if "gate_up" in grads:

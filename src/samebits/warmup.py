@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -52,13 +53,15 @@ def warmup(problem: Problem, tokens: Iterable[int], *, backend: str = "auto") ->
         raise ValueError(must("problem", rule, problem.device))
     problem = replace(problem, device=here)
     module = choose(backend, problem)
-    for count in counts:
-        for ids in (torch.int64, torch.int32):
+    # Imported here: refusing must not need Triton.
+    from samebits.ops._triton.launch import nothing_launched
+
+    with torch.no_grad(), nothing_launched():
+        for count, ids in product(counts, (torch.int64, torch.int32)):
             call = _call(problem, count, ids)
-            with torch.no_grad():
-                out, z = module.forward(problem, call, save=problem.grad)
-                if problem.grad:
-                    module.backward(problem, call, z, out, _wanted(call))
+            out, z = module.forward(problem, call, save=problem.grad)
+            if problem.grad:
+                module.backward(problem, call, z, out, _wanted(call))
 
 
 def _call(problem: Problem, tokens: int, ids: torch.dtype) -> Call:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from threading import get_ident
 from typing import Any, NamedTuple
 
 from torch import Tensor, cuda
@@ -62,6 +63,25 @@ def recorded_launches() -> Iterator[Record]:
     finally:
         knobs.runtime.launch_enter_hook.remove(record.count)
         _RECORD.reset(token)
+
+
+@contextmanager
+def nothing_launched() -> Iterator[None]:
+    """Raise where this thread would launch a kernel: for calls that are to compile alone."""
+    thread = get_ident()
+
+    def refuse(metadata: Any) -> None:
+        if get_ident() == thread:
+            name = metadata.get()["name"]
+            raise RuntimeError(
+                f"{name} would be launched on tensors without memory; not recordable"
+            )
+
+    knobs.runtime.launch_enter_hook.add(refuse)
+    try:
+        yield
+    finally:
+        knobs.runtime.launch_enter_hook.remove(refuse)
 
 
 class Recordable:

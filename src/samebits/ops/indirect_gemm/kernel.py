@@ -19,6 +19,7 @@ from torch import Tensor
 
 from samebits.activation import Activation
 from samebits.ops._triton.columns import store_gate_up
+from samebits.ops._triton.launch import recordable
 from samebits.ops._triton.operand import row_operand, weight_operand
 from samebits.ops._triton.product import (
     contract,
@@ -48,6 +49,7 @@ def _split(
         return tl.reshape(first, (BLOCK_R, BLOCK_F)), tl.reshape(second, (BLOCK_R, BLOCK_F))
 
 
+@recordable
 @triton.jit
 def _first_projection_kernel(
     x_ptr, stride_xt, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
@@ -127,6 +129,7 @@ def _first_projection_kernel(
         tl.store(h_ptrs, h.to(dtype), mask=live[:, None] & (f < F)[None, :])
 
 
+@recordable
 @triton.jit
 def _second_projection_kernel(
     h_ptr, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,

@@ -2,6 +2,7 @@
 
 from samebits.nn.experts import Experts as Experts
 from samebits.nn.linear import RowLinear as RowLinear
+from samebits.nn.lora import LoRAExperts as LoRAExperts
 from samebits.nn.losses import expert_counts as expert_counts
 from samebits.nn.losses import load_balancing_loss as load_balancing_loss
 from samebits.nn.losses import router_z_loss as router_z_loss

@@ -1,0 +1,216 @@
+"""Adapters over frozen experts: the bits of the merged layer, gradients, PEFT's weights."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from samebits import Activation, Layout, Routing, UnsupportedError, experts
+from samebits.nn import Experts, LoRAExperts
+from samebits.testing.numerics import assert_bitwise_equal, relative_error
+
+pytestmark = pytest.mark.reference
+
+EXPERTS, HIDDEN, COLUMNS, RANK = 3, 20, 12, 4
+PREFIX = "base_model.model.model.layers.0.mlp.experts"
+
+
+def _base(dtype: torch.dtype = torch.float32, **options: Any) -> Experts:
+    sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": COLUMNS}
+    return Experts(**(sizes | options), dtype=dtype)
+
+
+def _adapted(base: Experts, **options: Any) -> LoRAExperts:
+    ranks = {"gate_up_rank": RANK, "down_rank": 2, "scaling": 1.75}
+    adapted = LoRAExperts(base, **(ranks | options))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    return adapted
+
+
+def _inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Routing]:
+    ids = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(7)])
+    return torch.randn(7, HIDDEN).to(dtype), Routing(ids, torch.rand(7, 2))
+
+
+STORED: list[dict[str, Any]] = [
+    {},
+    {"layout": Layout(interleave=1), "orientation": "in_out", "gate_up_bias": True},
+    {"activation": Activation(kind="relu2", gated=False), "down_bias": True},
+]
+
+
+@pytest.mark.parametrize("options", STORED, ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_has_the_bits_of_unmerged(
+    options: dict[str, Any], shared: bool, dtype: torch.dtype
+) -> None:
+    base = _base(dtype, **options)
+    adapted = _adapted(base, shared=shared)
+    x, routing = _inputs(dtype)
+    place = base.gate_up.data_ptr()
+    untouched = base(x, routing)
+
+    unmerged = adapted(x, routing)
+    merged = adapted.merge()
+
+    assert not torch.equal(unmerged, untouched)
+    assert merged is base
+    assert base.gate_up.data_ptr() == place
+    assert_bitwise_equal(merged(x, routing), unmerged.detach())
+    assert_bitwise_equal(adapted(x, routing).detach(), unmerged.detach())
+
+
+def test_a_fresh_adapter_changes_no_bit() -> None:
+    base = _base(torch.bfloat16)
+    x, routing = _inputs(torch.bfloat16)
+    expected = base(x, routing)
+
+    adapted = LoRAExperts(base, gate_up_rank=RANK, down_rank=RANK, scaling=2.0)
+
+    assert_bitwise_equal(adapted(x, routing).detach(), expected.detach())
+
+
+def test_gradients_are_those_of_the_formula() -> None:
+    adapted = _adapted(_base(torch.float64))
+    x, routing = _inputs(torch.float64)
+    routing = Routing(routing.topk_ids, routing.topk_probs.double())
+    leaves = [p for p in adapted.parameters() if p.requires_grad]
+    assert [tuple(p.shape) for p in leaves] == [(3, 4, 20), (3, 24, 4), (3, 2, 12), (3, 20, 2)]
+
+    actual = torch.autograd.grad(adapted(x, routing).square().sum(), leaves)
+
+    a, b, c, d = leaves
+    held = adapted.base.weights
+    weights = held.map(lambda tensor: tensor)
+    object.__setattr__(weights, "gate_up", held.gate_up + 1.75 * b @ a)
+    object.__setattr__(weights, "down", held.down + 1.75 * d @ c)
+    expected = torch.autograd.grad(experts(x, routing, weights).square().sum(), leaves)
+    for value, exact in zip(actual, expected, strict=True):
+        assert relative_error(value, exact) < 2.0**-40
+    assert all(p.grad is None and not p.requires_grad for p in adapted.base.parameters())
+
+
+def test_one_projection_alone() -> None:
+    adapted = _adapted(_base(), gate_up_rank=0)
+    x, routing = _inputs()
+
+    adapted(x, routing).sum().backward()
+
+    assert adapted.gate_up_a is None
+    assert adapted.down_b is not None
+    assert adapted.down_b.grad.any()
+    assert_bitwise_equal(adapted.weights.gate_up, adapted.base.weights.gate_up)
+
+
+def test_a_compiled_call_sees_a_new_scaling() -> None:
+    x, routing = _inputs()
+    base = _base()
+    layers = [_adapted(base, scaling=s) for s in (0.5, 1.0, 2.0, 0.5)]
+    compiled = torch.compile(
+        lambda layer, x, ids, probs: layer(x, Routing(ids, probs)), backend="aot_eager"
+    )
+
+    for layer in layers:
+        out = compiled(layer, x, routing.topk_ids, routing.topk_probs)
+        assert_bitwise_equal(out.detach(), layer(x, routing).detach())
+
+
+def _peft(parts: dict[str, str], rank: int = 2) -> dict[str, Tensor]:
+    """What PEFT saves for ``parts``: its name of a linear layer → the part that it is."""
+    tensors = {}
+    for expert in range(EXPERTS):
+        for name, part in parts.items():
+            rows, columns = (HIDDEN, COLUMNS) if part == "down" else (COLUMNS, HIDDEN)
+            tensors[f"{PREFIX}.{expert}.{name}.lora_A.weight"] = torch.randn(rank, columns)
+            tensors[f"{PREFIX}.{expert}.{name}.lora_B.weight"] = torch.randn(rows, rank)
+    return tensors
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(interleave=1), Layout(up_first=True)])
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"},
+        {"w1": "gate", "w3": "up", "w2": "down"},
+        {"down_proj": "down"},
+    ],
+)
+def test_pefts_weights_are_those_of_its_linear_layers(
+    names: dict[str, str], layout: Layout
+) -> None:
+    base = _base(layout=layout)
+    halves = base.weights.to_layout(Layout()).map(lambda t: t.detach().clone())
+    tensors = _peft(names)
+
+    adapted = LoRAExperts.from_peft(base, tensors, PREFIX, scaling=0.5)
+
+    merged = adapted.weights.to_layout(Layout())
+    stored = {"gate": halves.gate_up[:, :COLUMNS], "up": halves.gate_up[:, COLUMNS:]}
+    stored["down"] = halves.down
+    found = {"gate": merged.gate_up[:, :COLUMNS], "up": merged.gate_up[:, COLUMNS:]}
+    found["down"] = merged.down
+    for name, part in names.items():
+        for expert in range(EXPERTS):
+            a, b = (tensors[f"{PREFIX}.{expert}.{name}.lora_{side}.weight"] for side in "AB")
+            expected = stored[part][expert].double() + 0.5 * b.double() @ a.double()
+            assert relative_error(found[part][expert], expected) < 2.0**-20
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {f"{PREFIX}.base_layer.lora_A.weight": 1},
+            UnsupportedError,
+            "is no adapter of one",
+        ),
+        ({f"{PREFIX}.0.up_proj.lora_magnitude_vector": 1}, UnsupportedError, "magnitude_vector is"),
+        ({f"{PREFIX}.1.up_proj.lora_A.weight": None}, ValueError, r"be of 3 experts, got \[1\]"),
+        ({f"{PREFIX}.3.up_proj.lora_A.weight": 1}, ValueError, r"be of 3 experts, got \[3\]"),
+    ],
+)
+def test_what_does_not_say_where_it_belongs_is_refused(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    tensors = _peft({"gate_proj": "gate", "up_proj": "up"})
+    for name, value in change.items():
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = torch.zeros(2, HIDDEN)
+
+    with pytest.raises(error, match=message):
+        LoRAExperts.from_peft(_base(), tensors, PREFIX, scaling=1.0)
+
+
+def test_parts_and_shapes_must_fit() -> None:
+    with pytest.raises(ValueError, match="must hold A and B of gate and up, or of down"):
+        LoRAExperts.from_peft(_base(), _peft({"gate_proj": "gate"}), PREFIX, scaling=1.0)
+    with pytest.raises(ValueError, match="got nothing"):
+        LoRAExperts.from_peft(_base(), {}, PREFIX, scaling=1.0)
+    wrong = _peft({"down_proj": "gate"})
+    with pytest.raises(ValueError, match=r"down_a of .* must have shape \(3, 2, 12\)"):
+        LoRAExperts.from_peft(_base(), wrong, PREFIX, scaling=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"gate_up_rank": 0, "down_rank": 0}, ValueError, "not both be 0"),
+        ({"gate_up_rank": -1}, ValueError, "gate_up_rank must be >= 0"),
+        ({"scaling": 0.0}, ValueError, "scaling must be"),
+        ({"scaling": "1"}, TypeError, "scaling must be"),
+    ],
+)
+def test_arguments_are_checked(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        _adapted(_base(), **options)
+    with pytest.raises(TypeError, match="base must be an Experts"):
+        LoRAExperts(torch.nn.ReLU(), gate_up_rank=1, down_rank=1, scaling=1.0)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Replays without a GPU: bytes are compared, faults seen, launches are those that are listed."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from samebits import env
 from samebits.backends import operator
 from samebits.checks.determinism import layers
 from samebits.checks.determinism.command import OURS
@@ -146,6 +148,20 @@ def test_our_layers_launch_what_the_registry_says(make, family, monkeypatch):
 
     assert mismatch(variant, seen) == ""
     assert all(bool(result.isfinite().any()) for result in outcome.results)
+
+
+def test_our_operations_launch_what_the_registry_says():
+    script = Path(__file__).with_name("determinism_operations.py")
+    source = Path(__file__).parents[2] / "src"
+    command = [sys.executable, "-W", "ignore", str(script), str(load(OURS).root)]
+    environment = env.for_child(PYTHONPATH=str(source), TRITON_INTERPRET="1")
+
+    said = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+    assert said.returncode == 0, said.stderr
+    found = json.loads(said.stdout)
+    assert found == dict.fromkeys(found, "")
+    assert len(found) == 5
 
 
 def test_the_planted_fault_that_a_cpu_can_see(replayed):

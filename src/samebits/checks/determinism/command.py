@@ -4,12 +4,14 @@ import argparse
 import sys
 from pathlib import Path
 
+from samebits import env
 from samebits.checks.determinism.coverage import coverage
 from samebits.checks.determinism.evidence import read_debts, write_debts
 from samebits.checks.determinism.planted import planted
 from samebits.checks.determinism.variant import Registry, RegistryError, load
 from samebits.checks.result import (
     EXIT_CODES,
+    NOTHING_RUN,
     PASSED,
     USAGE,
     exit_code,
@@ -115,6 +117,10 @@ def _owe(registry: Registry, reason: str) -> int:
 def _replay(registry: Registry, arguments: argparse.Namespace) -> int:
     # Imported here: coverage needs none of it.
     from samebits.checks.determinism import record
+
+    if env.default_device().type != "cuda" and "TRITON_INTERPRET" not in env.variables():
+        print("not_run: there is no CUDA device here", file=sys.stderr)
+        return NOTHING_RUN
 
     plan = record.Plan(
         only=arguments.only,

@@ -27,9 +27,12 @@ def _sum_atomic_kernel(x_ptr, out_ptr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _last_writer_kernel(out_ptr, PAYLOAD: tl.constexpr, CELLS: tl.constexpr):
+def _last_writer_kernel(x_ptr, out_ptr, PAYLOAD: tl.constexpr, CELLS: tl.constexpr):
     # Values that compare equal, or that compare with nothing: only their bytes differ.
     program = tl.program_id(0) // CELLS
+    # From far apart in memory, so that it takes longer now and then; adds 0.
+    late = tl.load(x_ptr + tl.program_id(0).to(tl.int64) * 1024)
+    program += tl.where(late > 0.0, 1, 0)
     bits = (program % 2) << 31
     if PAYLOAD:
         bits = 0x7FC00000 + program
@@ -69,11 +72,12 @@ def prepare_last_writer(device: torch.device, *, payload: bool) -> Callable[[], 
     """Return the call in which programs overwrite each other's zeros, or NaNs."""
     # Neighbours in the grid write to one cell.
     cells = _programs(device, 32)
+    x = torch.zeros(cells * cells * cells * 1024, device=device)
 
     def call() -> Tensor:
         out = torch.zeros(cells, device=device)
         _last_writer_kernel[(cells * cells * cells,)](
-            out, PAYLOAD=payload, CELLS=cells, num_warps=1, enable_fp_fusion=False
+            x, out, PAYLOAD=payload, CELLS=cells, num_warps=1, enable_fp_fusion=False
         )
         return out
 

@@ -58,16 +58,22 @@ def mismatch(variant: Variant, seen: Launches) -> str:
         return f"it launched {', '.join(unlisted)}, which its variant does not list"
     for kernel in variant.kernels:
         name = kernel.rpartition(":")[2]
-        wanted = dict(variant.config.get(name, {}))
-        if kernel == variant.kernels[0]:
-            plain = {k: v for k, v in variant.config.items() if not isinstance(v, Mapping)}
-            wanted = plain | wanted
-        for launch in seen[kernel]:
+        said = variant.config.get(name, {})
+        if not isinstance(said, Mapping) and len(said) != len(seen[kernel]):
+            return f"{name} was launched {len(seen[kernel])} times, not {len(said)}"
+        each = [said] * len(seen[kernel]) if isinstance(said, Mapping) else said
+        for wanted, launch in zip(each, seen[kernel], strict=True):
+            if kernel == variant.kernels[0]:
+                wanted = {**_scalars(variant.config), **wanted}  # noqa: PLW2901
             actual = {key.lower(): value for key, value in launch.items()}
             for key, value in wanted.items():
                 if actual.get(key.lower(), value) != value:
                     return f"{name} was launched with {key}={actual[key.lower()]}, not {value}"
     return ""
+
+
+def _scalars(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in config.items() if isinstance(v, bool | int | float | str)}
 
 
 def _subject(function: Any, root: Path) -> str | None:

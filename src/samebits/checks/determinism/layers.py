@@ -68,15 +68,20 @@ def layers() -> Iterator[Variant]:
         for family in families:
             problem = _in(FAMILIES[family], dtype)
             yield from _unlike(_forward(family, problem, point) for point in points)
-            yield from _unlike(_backward(family, problem, point) for point in _backward_points())
+            yield from _unlike(
+                _backward(family, problem, point) for point in _backward_points(family, dtype)
+            )
             if family in ("plain", "gpt-oss", "fc2_input"):
                 yield from _unlike(_grouped(family, problem, point) for point in _POINTS[::2])
     yield _suspect()
 
 
-def _backward_points() -> list[float]:
-    tables: list[Any] = [*hidden_tuning.TABLE, *weight_tuning.TABLE]
-    return sorted({*_POINTS, *(min(entry.most, _MANY) for entry in tables)})
+def _backward_points(family: str, dtype: str) -> list[float]:
+    """Return rows per expert: of every entry of the tables for two families, else a few."""
+    tables = (hidden_tuning.TABLE, weight_tuning.TABLE, indirect_tuning.INPUT_GRADIENT_TABLE)
+    if dtype != "bf16" or family not in ("plain", "gpt-oss"):
+        return list(_POINTS)
+    return sorted({min(most, _MANY) for table in tables for most, _ in table})
 
 
 def _unlike(variants: Iterator[Variant]) -> Iterator[Variant]:
@@ -96,8 +101,7 @@ def _in(problem: Problem, dtype: str) -> Problem:
     problem = replace(problem, dtype=dtype, E=32, gate_up_bias=bias, down_bias=bias)
     if dtype == "fp32":
         # IEEE products take ten times as long; rows per expert choose the tile, not these sizes.
-        hidden, columns = (2 * (size // 4) for size in (problem.H, problem.F))
-        problem = replace(problem, H=hidden, F=columns, E=16)
+        problem = replace(problem, H=problem.H // 2, F=problem.F // 2, E=16)
     return problem
 
 
@@ -161,7 +165,12 @@ def _backward(family: str, problem: Problem, per_expert: float) -> Variant:
         kernels += [f"{WEIGHT}_chunk_sums_kernel", f"{WEIGHT}_sum_chunks_kernel"]
     hidden = hidden_tuning.heuristic(rows, problem.E, problem.device)
     weight = weight_tuning.heuristic(rows, problem.E, problem.device)
-    tiles = _projections(family, problem, tokens) | {
+    dx = indirect_tuning.input_gradient_heuristic(rows, problem.E, problem.device)
+    tiles = _projections(family, problem, tokens)
+    # Once for y, once for the gradient of the input.
+    both = [tiles["_second_projection_kernel"], _tile(family, problem, dx)]
+    tiles |= {
+        "_second_projection_kernel": both,
         "_hidden_gradient_kernel": _tile(family, problem, hidden),
         "_weight_gradient_kernel": _tile(family, problem, weight),
     }

@@ -17,13 +17,35 @@ ACTIVATION = "ops/activation/kernel.py:"
 PERMUTE = "ops/permute/kernel.py:"
 
 GPT_OSS = Activation(alpha=1.702, limit=7.0, linear_offset=1.0)
+# Families of the activation; those with probabilities have their gradient, "bias" that of a bias.
+FAMILIES = {
+    "plain": (Activation(), Layout()),
+    "weighted": (Activation(limit=7.0), Layout(interleave=32)),
+    "bias": (GPT_OSS, Layout(interleave=1)),
+    "situ": (Activation(kind="situ", gate_softcap=4.0, up_softcap=5.0), Layout(up_first=True)),
+    "ungated": (Activation(kind="relu2", gated=False), Layout()),
+}
+WEIGHTED = ("weighted", "bias")
 
 
 def operations() -> Iterator[Variant]:
     """Yield every variant of an operation."""
-    yield from _sorts()
-    yield from _moves()
-    yield from _activations()
+    for slots in (64, 256, 1024, 4096, permute_tuning.FEW_SLOTS, 1 << 16, 1 << 19):
+        for experts, block_r in ((8, 128), (384, 16)):
+            yield sort(slots, experts, block_r)
+    for dtype in ("bf16", "fp16", "fp32"):
+        for hidden, topk in ((2048, 8), (2880, 4), (7168, 1)):
+            for tokens in (16, 4096):
+                yield move(tokens, hidden, topk, dtype)
+    for family in FAMILIES:
+        for dtype in ("bf16", "fp16", "fp32"):
+            seen: list[Any] = []
+            for rows, columns in ((256, 768), (32768, 768), (512, 2880), (16384, 2880)):
+                variant = activation(family, rows, columns, dtype)
+                tiles = [value for value in variant.config.values() if isinstance(value, dict)]
+                if tiles not in seen:
+                    seen.append(tiles)
+                    yield variant
 
 
 def sort_kernels(slots: int) -> list[str]:
@@ -33,9 +55,32 @@ def sort_kernels(slots: int) -> list[str]:
     return [PERMUTE + name for name in names]
 
 
+def sort(slots: int, experts: int, block_r: int) -> Variant:
+    """Return the sort of slots, with two tables of tiles."""
+    return Variant(
+        name=f"sort R={slots} E={experts}",
+        kernels=[*sort_kernels(slots), f"{PERMUTE}_tiles_kernel"],
+        config={"slots": slots, "experts": experts, "block_r": block_r},
+        prepare=partial(calls.sort, slots, experts, block_r),
+    )
+
+
 def move_config(tokens: int, hidden: int, topk: int, size: int) -> dict[str, Any]:
     """Return the tile that moves rows of ``hidden`` elements of ``size`` bytes."""
     return asdict(permute_tuning.heuristic(tokens, hidden, topk, size))
+
+
+def move(tokens: int, hidden: int, topk: int, dtype: str) -> Variant:
+    """Return permute and combine with all gradients."""
+    config = move_config(tokens, hidden, topk, DTYPES[dtype].itemsize)
+    shape = {"H": hidden, "K": topk, "T": tokens}
+    names = ["_gather_kernel", "_sum_kernel"]
+    return Variant(
+        name=f"permute {dtype} " + " ".join(f"{k}={v}" for k, v in shape.items()),
+        kernels=[*(PERMUTE + name for name in names), *sort_kernels(tokens * topk)],
+        config=shape | {"dtype": dtype} | dict.fromkeys(names, config),
+        prepare=partial(calls.move, tokens, hidden, topk, DTYPES[dtype]),
+    )
 
 
 def forward_tile(rows: int, columns: int, size: int) -> dict[str, Any]:
@@ -46,90 +91,33 @@ def forward_tile(rows: int, columns: int, size: int) -> dict[str, Any]:
     return tile
 
 
-def _sorts() -> Iterator[Variant]:
-    for slots in (64, 256, 1024, 4096, permute_tuning.FEW_SLOTS, 1 << 16, 1 << 19):
-        for experts, block_r in ((8, 128), (384, 16)):
-            yield Variant(
-                name=f"sort R={slots} E={experts}",
-                kernels=[*sort_kernels(slots), f"{PERMUTE}_tiles_kernel"],
-                config={"slots": slots, "experts": experts, "block_r": block_r},
-                prepare=partial(calls.sort, slots, experts, block_r),
-            )
-
-
-def _moves() -> Iterator[Variant]:
-    """Yield permute and combine with all gradients."""
-    for dtype in ("bf16", "fp16", "fp32"):
-        for hidden, topk in ((2048, 8), (2880, 4), (7168, 1)):
-            for tokens in (16, 4096):
-                size = DTYPES[dtype].itemsize
-                config = move_config(tokens, hidden, topk, size)
-                shape = {"H": hidden, "K": topk, "T": tokens}
-                yield Variant(
-                    name=f"permute {dtype} " + " ".join(f"{k}={v}" for k, v in shape.items()),
-                    kernels=[
-                        f"{PERMUTE}_gather_kernel",
-                        f"{PERMUTE}_sum_kernel",
-                        *sort_kernels(tokens * topk),
-                    ],
-                    config=shape
-                    | {"dtype": dtype, "_gather_kernel": config, "_sum_kernel": config},
-                    prepare=partial(calls.move, tokens, hidden, topk, DTYPES[dtype]),
-                )
-
-
-def _activations() -> Iterator[Variant]:
-    """Yield the activation and its gradients, for every tile that some size of a model has."""
-    families = {
-        "plain": (Activation(), Layout()),
-        "weighted": (Activation(limit=7.0), Layout(interleave=32)),
-        "bias": (GPT_OSS, Layout(interleave=1)),
-        "situ": (Activation(kind="situ", gate_softcap=4.0, up_softcap=5.0), Layout(up_first=True)),
-        "ungated": (Activation(kind="relu2", gated=False), Layout()),
-    }
-    for family, (activation, layout) in families.items():
-        for dtype in ("bf16", "fp16", "fp32"):
-            seen: list[Any] = []
-            for rows, columns in ((256, 768), (32768, 768), (512, 2880), (16384, 2880)):
-                tiles = _activation_tiles(family, rows, columns, DTYPES[dtype].itemsize)
-                if tiles in seen:
-                    continue
-                seen.append(tiles)
-                yield Variant(
-                    name=f"activation {dtype} {family} R={rows} F={columns}",
-                    kernels=[f"{ACTIVATION}{name}" for name in _activation_kernels(family)],
-                    config={"activation": activation.key, "layout": layout.key, "dtype": dtype}
-                    | {"rows": rows, "columns": columns}
-                    | tiles,
-                    prepare=partial(
-                        calls.activation, activation, layout, family, (rows, columns), DTYPES[dtype]
-                    ),
-                )
-
-
-def _activation_kernels(family: str) -> list[str]:
-    forward = "_activation_forward_kernel"
-    if family == "bias":
-        return [
-            forward,
-            "_activation_bias_backward_kernel",
-            "_sum_chunks_kernel",
-            "_sum_partials_kernel",
-        ]
-    return [forward, "_activation_backward_kernel"]
-
-
-def _activation_tiles(family: str, rows: int, columns: int, size: int) -> dict[str, Any]:
-    dbias = family == "bias"
-    forward = forward_tile(rows, columns, size)
-    backward = asdict(
-        activation_tuning.backward_heuristic(
-            rows, columns, size, dbias=dbias, dp=family in ("bias", "weighted")
-        )
-    )
+def activation(family: str, rows: int, columns: int, dtype: str) -> Variant:
+    """Return the activation and its gradients."""
+    kind, layout = FAMILIES[family]
+    size = DTYPES[dtype].itemsize
+    dbias, dp = family == "bias", family in WEIGHTED
+    backward = activation_tuning.backward_heuristic(rows, columns, size, dbias=dbias, dp=dp)
+    tile = asdict(backward)
     # An argument of the kernel, not the option that Triton knows by this name.
-    backward["stages"] = backward.pop("num_stages")
+    tile["stages"] = tile.pop("num_stages")
+    names = ["_activation_forward_kernel", "_activation_backward_kernel"]
     if dbias:
         # It takes one row at a time: there is no tile of rows.
-        del backward["block_r"]
-    return dict(zip(_activation_kernels(family)[:2], (forward, backward), strict=True))
+        del tile["block_r"]
+        names[1:] = ["_activation_bias_backward_kernel", "_sum_chunks_kernel"]
+    if dp and (dbias or not backward.walk):
+        names.append("_sum_partials_kernel")
+    return Variant(
+        name=f"activation {dtype} {family} R={rows} F={columns}",
+        kernels=[ACTIVATION + name for name in names],
+        config={
+            "activation": kind.key,
+            "layout": layout.key,
+            "dtype": dtype,
+            "rows": rows,
+            "columns": columns,
+            names[0]: forward_tile(rows, columns, size),
+            names[1]: tile,
+        },
+        prepare=partial(calls.activation, kind, layout, family, (rows, columns), DTYPES[dtype]),
+    )

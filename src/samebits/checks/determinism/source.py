@@ -9,7 +9,7 @@ import ast
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -145,10 +145,19 @@ class Sources:
         key = f"{file.subject}:{name}"
         if key not in found:
             found[key] = _canonical(node)
-            self._follow(file, node, found)
+            # Decorators say how a function is launched; what they are belongs to the host.
+            decorators = getattr(node, "decorator_list", [])
+            names = {name for decorator in decorators for name in _names(decorator)}
+            self._follow(file, node, found, unless=names)
 
     def _follow(
-        self, file: File, node: ast.AST, found: dict[str, Any], *, device_only: bool = False
+        self,
+        file: File,
+        node: ast.AST,
+        found: dict[str, Any],
+        *,
+        device_only: bool = False,
+        unless: Collection[str] = (),
     ) -> None:
         """Add what ``node`` names; with ``device_only`` no more than functions for the device."""
         for name in _names(node):
@@ -158,7 +167,8 @@ class Sources:
             where, local = place
             target = where.definitions[local]
             jit = isinstance(target, Function) and where.is_jit(target)
-            if jit or not device_only:
+            host = name in unless and isinstance(target, Function | ast.ClassDef)
+            if (jit or not device_only) and not host:
                 self._add(where, local, target, found)
 
     def _resolve(self, file: File, name: str, *, hops: int = 8) -> tuple[File, str] | None:

@@ -32,7 +32,8 @@ class Variant:
     # "folder/file.py:function" from the registry's root, every kernel that the call launches.
     kernels: Sequence[str]
     # What decides the launches besides the code, by name: JSON. Where a name is also a keyword of a
-    # launch (whatever the case), the launch must have this value.
+    # launch of the first kernel (whatever the case), the launch must have this value. Under the
+    # name of a kernel: the same for that kernel, or a list of them, one for each of its launches.
     config: Mapping[str, Any]
     # Imports what it needs when it is called: the registry itself must load without Triton.
     prepare: Prepare = field(compare=False)
@@ -103,9 +104,9 @@ def _module(file: Path) -> Any:
     if spec is None or spec.loader is None:
         raise RegistryError(must("--registry", "be a Python file", file))
     module = importlib.util.module_from_spec(spec)
-    # Its neighbours can be imported by name, as from a script.
+    # Its neighbours can be imported by name, as from a script; ours are a package.
     folder = str(file.resolve().parent)
-    if folder not in sys.path:
+    if folder not in (*sys.path, str(Path(__file__).parent)):
         sys.path.insert(0, folder)
     sys.modules[name] = module
     try:

@@ -62,7 +62,7 @@ def layers() -> Iterator[Variant]:
     points = sorted({min(entry.most, _MANY) for entry in indirect_tuning.TABLE})
     for dtype, families in (
         ("bf16", tuple(FAMILIES)),
-        ("fp16", ("plain", "gpt-oss", "odd")),
+        ("fp16", ("plain", "gpt-oss")),
         ("fp32", ("plain", "gpt-oss", "odd")),
     ):
         for family in families:

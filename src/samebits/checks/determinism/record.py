@@ -26,6 +26,8 @@ from samebits.checks.determinism.variant import Registry, RegistryError, Variant
 from samebits.checks.result import Result, tracked
 from samebits.errors import must
 
+# Of the time, for the other processes; compiling is their work.
+_SHARE = 0.6
 _WORKER = "samebits.checks.determinism.worker"
 _SOURCE = str(Path(__file__).resolve().parents[3])
 
@@ -174,11 +176,12 @@ def _other_processes(
 ) -> dict[str, list[str]]:
     """Return the digests that other processes got, by variant."""
     count = min(plan.processes, len(variants))
+    budget = None if plan.budget is None else _SHARE * plan.budget
     names = [variant.name for variant in variants]
     digests: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory(prefix="samebits-determinism-") as folder:
         workers = [
-            _start(registry, names[index::count], Path(folder) / str(index), plan.budget)
+            _start(registry, names[index::count], Path(folder) / str(index), budget)
             for index in range(count)
         ]
         for index, worker in enumerate(workers):

@@ -6,6 +6,7 @@ clean tree, whose replays had the same bytes, and whose run saw every planted fa
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from samebits.checks.determinism.evidence import Evidence, Record, read_all, read_debts
 from samebits.checks.determinism.source import Sources
@@ -42,10 +43,12 @@ def coverage(registry: Registry) -> Coverage:
         current = fingerprint(sources, variant)
         if variant.expected != "same":
             continue
-        verdict, note = judge(variant, current, evidence, registry.variants)
-        if verdict == "fail":
+        judged = judge(variant, current, evidence, registry.variants)
+        verdict: Verdict = "pass" if judged.covered else "fail"
+        note = judged.note
+        if not judged.covered:
             lacking |= dict.fromkeys(variant.kernels)
-            if not note.startswith("raced"):
+            if judged.excusable:
                 verdict, note = _owed(variant.kernels, debts, note)
         results.append(_result(variant.name, variant.kernels[0], verdict, note))
     for kernel in _unreached(sources, registry.variants):
@@ -94,24 +97,33 @@ def unseen_by(variant: Variant, record: Record) -> list[str]:
     return [kind for kind in variant.seen_by if not record.different.get(kind)]
 
 
+class Judged(NamedTuple):
+    """What the evidence says of one variant: where, or why not."""
+
+    covered: bool
+    note: str
+    # Whether a debt may stand for the evidence: not for a race.
+    excusable: bool = True
+
+
 def judge(
     variant: Variant, current: str, evidence: Sequence[Evidence], variants: Sequence[Variant]
-) -> tuple[Verdict, str]:
-    """Return the verdict on a variant whose hash is ``current``, and where or why."""
+) -> Judged:
+    """Return what the evidence says of a variant whose hash is ``current``."""
     found = [(e, e.variants[variant.name]) for e in evidence if variant.name in e.variants]
     if not found:
-        return "fail", "no evidence"
+        return Judged(False, "no evidence")
     known = [(e, record) for e, record in found if record.hash == current]
     if not known:
-        return "fail", f"changed since its evidence ({found[-1][0].file})"
+        return Judged(False, f"changed since its evidence ({found[-1][0].file})")
     for where, record in known:
         if not record.same:
-            return "fail", failure(record, where)
+            return Judged(False, failure(record, where), not any(record.different.values()))
     usable = [pair for pair in known if blind(pair[0], variants) is None]
     if not usable:
-        return "fail", f"no evidence but that of {known[-1][0].file}"
+        return Judged(False, f"no evidence but that of {known[-1][0].file}")
     where, record = usable[-1]
-    return "pass", f"{record.total} replays on {where.where}"
+    return Judged(True, f"{record.total} replays on {where.where}")
 
 
 def failure(record: Record, where: Evidence) -> str:

@@ -77,7 +77,7 @@ def _scalars(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _subject(function: Any, root: Path) -> str | None:
-    file = Path(function.__code__.co_filename)
+    file = Path(function.__code__.co_filename).resolve()
     if not file.is_relative_to(root):
         return None
     name = function.__qualname__.replace("<locals>.", "")

@@ -195,7 +195,7 @@ def _grouped(family: str, problem: Problem, per_expert: float) -> Variant:
 
 
 def _suspect() -> Variant:
-    """Return a tile that is in no table: on Triton 3.6.0 and an H200 it raced, now and then."""
+    """Return a tile that raced now and then (H200, Triton 3.6.0; docs/projections.md says why)."""
     tile = indirect_tuning.Config(
         block_r=128, block_n=128, block_k=64, num_warps=8, num_stages=4,
         swap=True, group=1, programs=1 << 20,

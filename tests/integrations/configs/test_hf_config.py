@@ -288,6 +288,7 @@ def test_an_option_that_is_off_is_no_option(value: object) -> None:
         ),
         ("deepseek_v4", {"scoring_func": "tanh"}, UnsupportedError, "scoring_func must be one of"),
         ("deepseek_v4", {"swiglu_limit": -7.0}, ValueError, "limit must be finite and > 0"),
+        ("deepseek_v4", {"swiglu_limit": 0.0}, ValueError, "limit must be finite and > 0"),
     ],
 )
 def test_what_a_configuration_must_say(

@@ -46,19 +46,22 @@ class Fields:
                 raise ValueError(must(name, f"be {first} = {value!r}", repr(other)))
         return value
 
-    def number(self, name: str, layer: int, layers: int) -> float | None:
-        """Return a limit that may be a list of one number for each layer; 0 and None are "off".
+    def limit(self, name: str, layer: int, layers: int) -> float | None:
+        """Return a limit, or that of ``layer`` where it is a list of one for each layer.
+
+        None is "off". In a list 0 is "off" too, as the models that have such lists say; alone it is
+        returned, and no limit of an ``Activation``.
 
         Raises:
-            ValueError: A list has another length than the model has layers.
+            ValueError: A list has fewer numbers than the model has layers.
         """
         value = self.get(name, default=None)
         if isinstance(value, (list, tuple)):
             if len(value) < layers:
                 rule = f"hold one number for each of {layers} layers"
                 raise ValueError(must(name, rule, f"{len(value)} numbers"))
-            value = value[layer]
-        return float(value) if value else None
+            value = value[layer] or None
+        return None if value is None else float(value)
 
     def elsewhere(self, *names: str) -> None:
         """Note that ``names`` say nothing about the experts (attention, rope, the output head)."""

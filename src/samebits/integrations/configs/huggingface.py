@@ -17,7 +17,7 @@ from samebits.integrations.configs.spec import LayerSpec
 def from_hf_config(config: Any) -> dict[int, LayerSpec]:
     """Return the mixture-of-experts layers of a model, by their index; dense layers are absent.
 
-    A limit of 0 or None in a per-layer list means "off", as in the models that have such lists. A
+    0 or None in a per-layer list of limits means "off", as in the models that have such lists. A
     field that looks like an option of the experts and is not read for this model raises, so that
     none is dropped.
 

@@ -47,7 +47,7 @@ def plain(fields: Fields, layer: int, layers: int) -> Activation:
 def pre_clamped(fields: Fields, layer: int, layers: int) -> Activation:
     """Return it with ``swiglu_limit`` before the activation."""
     return activation_of(
-        fields.get("hidden_act"), limit=fields.number("swiglu_limit", layer, layers)
+        fields.get("hidden_act"), limit=fields.limit("swiglu_limit", layer, layers)
     )
 
 
@@ -56,7 +56,7 @@ def post_clamped(field: str) -> OfLayer:
 
     def of_layer(fields: Fields, layer: int, layers: int) -> Activation:
         return activation_of(
-            fields.get("hidden_act"), limit=fields.number(field, layer, layers), position="post"
+            fields.get("hidden_act"), limit=fields.limit(field, layer, layers), position="post"
         )
 
     return of_layer
@@ -69,7 +69,7 @@ def plain_with_offset(fields: Fields, layer: int, layers: int) -> Activation:
         raise UnsupportedError(must("hidden_act", "be silu or swigluoai in this family", named))
     return Activation(
         alpha=float(fields.get("swiglu_alpha", default=1.702)),
-        limit=fields.number("swiglu_limit", layer, layers),
+        limit=fields.limit("swiglu_limit", layer, layers),
         linear_offset=1.0,
     )
 

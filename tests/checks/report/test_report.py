@@ -115,7 +115,7 @@ def test_everything_is_on_the_page(form: object) -> None:
 
 
 def test_failures_come_first_and_the_largest_leads() -> None:
-    worst = [record for record, _ in SUMMARY.worst]
+    worst = [found.record for found in SUMMARY.worst]
 
     assert [record.verdict for record in worst] == ["fail"] * 3 + ["pass"] * 3
     # A failure without a figure has no size that could be smaller than another's.
@@ -298,5 +298,14 @@ def test_many_failures_are_counted() -> None:
 
     page = html(_summary(*many))
 
-    assert "10 more failures are not shown." in page
+    assert "10 more rows with failures are not shown." in page
     assert page.count('<td class="cell fail h7">fail</td>') == 40
+
+
+def test_failures_of_one_pair_share_a_line() -> None:
+    three = [finding(quantity=f"d_{i}", measured=float(i + 1)) for i in range(3)]
+
+    worst = _summary(*three).worst
+
+    assert [(found.record.measured, found.more) for found in worst] == [(3.0, 2)]
+    assert worst[0].where == "default · bf16 · d_2 — and 2 more"

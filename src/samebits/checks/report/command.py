@@ -21,7 +21,7 @@ from samebits.errors import must, unknown
 
 FORMS: Mapping[str, Callable[[Summary], str]] = {".html": html, ".md": markdown}
 # Checks that need no arguments: what --run runs where it is given none.
-DEFAULT_RUNS = ("parity", "models")
+DEFAULT_RUNS = ("parity", "models", "determinism")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

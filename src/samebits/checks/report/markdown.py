@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from samebits.checks.report.load import Machine
 from samebits.checks.report.page import figure, verdict
-from samebits.checks.report.summary import Matrix, Summary
+from samebits.checks.report.summary import Matrix, Summary, Worst
 from samebits.checks.result import VERDICTS
 
 # What Markdown, or the HTML in it, would take for markup.
@@ -34,16 +34,8 @@ def _page(summary: Summary) -> Iterator[str]:
     yield _table(["check", *map(_text, VERDICTS)], rows)
     yield "## Worst cases"
     if summary.hidden:
-        yield f"{summary.hidden} more failures are not shown."
-    rows = [
-        [
-            f"**{record.verdict}**" if record.verdict == "fail" else record.verdict,
-            *map(_text, (record.check, record.row, record.column)),
-            *map(_text, (figure(record.measured), figure(record.allowed))),
-            _text(" — ".join(part for part in (record.detail, record.note) if part)),
-        ]
-        for record, _ in summary.worst
-    ]
+        yield f"{summary.hidden} more rows with failures are not shown."
+    rows = [_worst_row(worst) for worst in summary.worst]
     columns = ["verdict", "check", "case", "of", "measured", "allowed", "where"]
     yield _table(columns, rows) if rows else "Nothing was measured."
     yield "## Every case"
@@ -61,6 +53,13 @@ def _page(summary: Summary) -> Iterator[str]:
     yield "## Versions and commands"
     for machine in summary.machines:
         yield _machine(machine)
+
+
+def _worst_row(worst: Worst) -> list[str]:
+    record = worst.record
+    said = f"**{record.verdict}**" if record.verdict == "fail" else record.verdict
+    figures = (figure(record.measured), figure(record.allowed))
+    return [said, *map(_text, (record.check, record.row, record.column, *figures, worst.where))]
 
 
 def _matrix(matrix: Matrix) -> str:

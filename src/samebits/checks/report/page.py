@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from samebits.checks.report.load import Machine, Record
-from samebits.checks.report.summary import Cell, Matrix, Summary
+from samebits.checks.report.load import Machine
+from samebits.checks.report.summary import Cell, Matrix, Summary, Worst
 from samebits.checks.result import VERDICTS
 
 # Nothing is loaded and nothing runs, whatever a name in the results says.
@@ -63,7 +63,7 @@ def _page(summary: Summary) -> Iterator[str]:
     yield _table("verdicts", ["check", *VERDICTS], rows)
     yield _heading("worst")
     if summary.hidden:
-        yield f"<p>{summary.hidden} more failures are not shown.</p>"
+        yield f"<p>{summary.hidden} more rows with failures are not shown.</p>"
     yield _worst(summary)
     yield _heading("matrices")
     yield (
@@ -122,15 +122,16 @@ def _worst(summary: Summary) -> str:
     several = len(summary.machines) > 1
     columns = ["verdict", "check", "case", "of", "measured", "allowed", "where"]
     rows = [
-        [*_worst_row(record), *([_td(summary.machines[index].source)] if several else [])]
-        for record, index in summary.worst
+        [*_worst_row(worst), *([_td(summary.machines[worst.machine].source)] if several else [])]
+        for worst in summary.worst
     ]
     if not rows:
         return "<p>Nothing was measured.</p>"
     return _table("worst cases", [*columns, *(["from"] if several else [])], rows)
 
 
-def _worst_row(record: Record) -> list[str]:
+def _worst_row(worst: Worst) -> list[str]:
+    record = worst.record
     heat = "h7" if record.verdict == "fail" else "h4"
     return [
         _td(record.verdict, f"cell {record.verdict} {heat}"),
@@ -139,7 +140,7 @@ def _worst_row(record: Record) -> list[str]:
         _td(record.column),
         _figure(figure(record.measured)),
         _figure(figure(record.allowed)),
-        _td(" — ".join(part for part in (record.detail, record.note) if part), "note"),
+        _td(worst.where, "note"),
     ]
 
 

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from samebits.checks.report.load import Machine, Record
 from samebits.checks.result import VERDICTS, Verdict
@@ -29,6 +29,22 @@ class Matrix(NamedTuple):
     rows: list[tuple[str, list[Cell | None]]]
 
 
+class Worst(NamedTuple):
+    """The worst of several results that share a check, a row and a column."""
+
+    record: Record
+    # Index of the machine that it is from.
+    machine: int
+    # How many more of them have its verdict.
+    more: int
+
+    @property
+    def where(self) -> str:
+        """What was judged, what is said of it, and how many more there are."""
+        parts = (self.record.detail, self.record.note, f"and {self.more} more" * (self.more > 0))
+        return " — ".join(part for part in parts if part)
+
+
 class Summary(NamedTuple):
     """Everything that the page shows."""
 
@@ -36,9 +52,9 @@ class Summary(NamedTuple):
     # Check -> how often each verdict.
     counts: dict[str, Counter[Verdict]]
     matrices: list[Matrix]
-    # (record, machine's index): all failures first, then what was nearest to its limit.
-    worst: list[tuple[Record, int]]
-    # Failures that are not shown.
+    # Failures first, then what was nearest to its limit.
+    worst: list[Worst]
+    # Rows and columns with failures that are not among them.
     hidden: int
     # (check, column, verdict, note, how many).
     reasons: list[tuple[str, str, Verdict, str, int]]
@@ -55,12 +71,8 @@ def summarise(machines: Sequence[Machine]) -> Summary:
     counts: dict[str, Counter[Verdict]] = {}
     for record, _ in records:
         counts.setdefault(record.check, Counter())[record.verdict] += 1
-    failures = sorted(
-        (pair for pair in records if pair[0].verdict == "fail"), key=_share, reverse=True
-    )
-    near = sorted(
-        (p for p in records if p[0].verdict == "pass" and p[0].share), key=_share, reverse=True
-    )
+    failures = _worst(pair for pair in records if pair[0].verdict == "fail")
+    near = _worst(pair for pair in records if pair[0].verdict == "pass" and pair[0].share)
     return Summary(
         machines=list(machines),
         counts=counts,
@@ -72,8 +84,18 @@ def summarise(machines: Sequence[Machine]) -> Summary:
     )
 
 
-def _share(pair: tuple[Record, int]) -> float:
-    share = pair[0].share
+def _worst(records: Iterable[tuple[Record, int]]) -> list[Worst]:
+    """Return the worst of each check, row and column, the furthest over its limit first."""
+    groups: dict[tuple[str, str, str], list[tuple[Record, int]]] = {}
+    for record, machine in records:
+        key = (record.check, record.row, record.column)
+        groups.setdefault(key, []).append((record, machine))
+    found = [Worst(*max(group, key=_share), len(group) - 1) for group in groups.values()]
+    return sorted(found, key=_share, reverse=True)
+
+
+def _share(found: Sequence[Any]) -> float:
+    share: float | None = found[0].share
     return -math.inf if share is None or math.isnan(share) else share
 
 

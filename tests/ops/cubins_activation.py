@@ -55,6 +55,7 @@ CASES = {
     "backward-fp32": Case("backward", Activation(kind="gelu"), dtype="fp32"),
     "backward-clamped": Case("backward", Activation(limit=7.0)),
     "backward-weighted": Case("backward", Activation(limit=7.0), probs=True, h=True),
+    "backward-weighted-walk": Case("backward", Activation(limit=7.0), columns=768, probs=True),
     "backward-gpt-oss": Case("backward", _GPT_OSS, Layout(interleave=1), columns=2880),
     "backward-situ": Case("backward", _SITU, dtype="fp16", probs=True),
     "backward-bias": Case(

@@ -61,6 +61,7 @@ CASES = {
     "sum": Case("sum", *_move(2048, 8, "bf16", "probs_ptr")),
     "sum-plain": Case("sum", *_move(2880, 4, "bf16")),
     "sum-fp32": Case("sum", *_move(7168, 8, "fp32", "probs_ptr")),
+    "sum-dp-many": Case("sum", *_move(2048, 8, "bf16", "probs_ptr", *_DP_IN)),
     "sum-dp": Case("sum", *_move(5120, 1, "bf16", "probs_ptr", *_DP_IN)),
 }
 _VALUES = ("x_ptr", "y_ptr", "rows_ptr", "out_ptr")

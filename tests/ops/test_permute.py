@@ -376,8 +376,8 @@ def test_sizes_of_launches() -> None:
     assert tuning.chunks_per_program(CHUNK * PROGRAMS + 1) == 2
     assert tuning.slots_of_few(65) == 256
     assert tuning.slots_of_few(FEW_SLOTS) == FEW_SLOTS
-    assert tuning.heuristic(4096, 2880, 4, 2).block_h == 1024
-    assert tuning.heuristic(4096, 2048, 8, 2).block_h == 2048
+    assert tuning.heuristic(4096, 2880, 4, 2).block_h == 512
+    assert tuning.heuristic(4096, 2048, 8, 2).block_h == 1024
     assert tuning.heuristic(1, 2048, 8, 2).block_h == 256
     for total in (1, 1000, 4096, 131072):
         size = tuning.buffer_size(total, 128, 64)

@@ -28,7 +28,16 @@ def test_nothing_spills_and_shared_memory_fits_everywhere(table: Table) -> None:
 
 
 def test_rows_move_in_16_bytes(table: Table) -> None:
-    for case in ("gather", "gather-one", "gather-dp", "sum", "sum-plain", "sum-fp32", "sum-dp"):
+    for case in (
+        "gather",
+        "gather-one",
+        "gather-dp",
+        "sum",
+        "sum-plain",
+        "sum-fp32",
+        "sum-dp",
+        "sum-dp-many",
+    ):
         assert all(vector == 16 for *_, vector in table[case].values()), case
 
 

@@ -1,14 +1,11 @@
 """The activation in torch only: the CPU operator, vectorised over blocks of rows.
 
 The mathematics is that of ``samebits.activation.apply`` and ``derivative``, spelled in the few
-torch operators that are vectorised on a CPU (``where`` and boolean masks are not). A block fits
-into the cache, so that the elementwise steps cost little memory traffic, and lives in flat buffers
-whose length is a multiple of the vector width, because torch's scalar tail loop gives other bits
-than its vector loop: so the bits of a row do not depend on its position.
+torch operators that are vectorised on a CPU (``where``, boolean masks and operands of two dtypes
+are not), block by block (``blocks.py``).
 """
 
 import math
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import cast
 
@@ -18,25 +15,12 @@ from torch.nn import functional
 
 from samebits import activation as act
 from samebits.activation import Activation
+from samebits.ops.activation.blocks import Buffers, blocks, live_rows
 from samebits.ops.activation.operands import Backward, Operands, Wanted, wide_dtype
 from samebits.weights import Layout
 
-# Elements of h per block and thread: large enough to hide the cost of a call, small enough for L2.
-BLOCK = 131072
-# torch gives a thread at least this many elements of a loop.
-_GRAIN = 32768
-# More elements than two vectors of any instruction set.
-_VECTOR = 64
+# Columns of a sum of dp.
 _PARTIAL = 64
-
-
-def _live_rows(operands: Operands) -> int:
-    live = operands.z.shape[0]
-    if operands.num_rows is not None:
-        live = min(live, int(operands.num_rows))
-    if operands.offsets is not None:
-        live = min(live, int(operands.offsets[-1]))
-    return max(live, 0)
 
 
 def _with_scalars(activation: Activation, scalars: Tensor | None) -> Activation:
@@ -51,32 +35,6 @@ def _with_scalars(activation: Activation, scalars: Tensor | None) -> Activation:
         limit_position=activation.limit_position,
         linear_offset=offset,
     )
-
-
-def _blocks(operands: Operands, columns: int) -> Iterator[slice]:
-    """Cut the live rows into blocks of rows."""
-    live = _live_rows(operands)
-    step = max(1, BLOCK * torch.get_num_threads() // max(columns, 1))
-    for first in range(0, live, step):
-        yield slice(first, min(first + step, live))
-
-
-def _padded(size: int) -> int:
-    """Return a length that torch cuts into whole vectors, however many threads share it."""
-    threads = torch.get_num_threads()
-    unit = _GRAIN
-    if size <= _GRAIN or size >= _GRAIN * threads:
-        unit = _VECTOR if size <= _GRAIN else _VECTOR * threads
-    return -(-size // unit) * unit
-
-
-def _wide(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a flat copy in ``dtype``, padded with zeros to whole vectors."""
-    size = part.numel()
-    flat = torch.empty(_padded(size), dtype=dtype)
-    flat[size:] = 0
-    flat[:size].view(part.shape).copy_(part)
-    return flat
 
 
 def _parts(
@@ -109,18 +67,20 @@ def _row_experts(operands: Operands) -> Tensor | None:
     return torch.repeat_interleave(torch.arange(counts.shape[0]), counts)
 
 
-def _act(gate: Tensor, activation: Activation) -> Tensor:
-    """Return the scalar function of the gate; may write into ``gate``."""
+def _act(gate: Tensor, activation: Activation, out: Tensor) -> Tensor:
+    """Return the scalar function of the gate; may write into ``out``."""
+    aten = torch.ops.aten
     if activation.kind == "silu":
         if activation.alpha == 1.0:
-            return functional.silu(gate, inplace=True)
-        return gate.mul_(torch.mul(gate, activation.alpha).sigmoid_())
+            return cast("Tensor", aten.silu.out(gate, out=out))
+        return torch.mul(gate, activation.alpha, out=out).sigmoid_().mul_(gate)
     if activation.kind in ("gelu", "gelu_tanh"):
-        return functional.gelu(gate, approximate=_APPROXIMATE[activation.kind])
+        approximate = _APPROXIMATE[activation.kind]
+        return cast("Tensor", aten.gelu.out(gate, approximate=approximate, out=out))
     if activation.kind == "relu":
-        return gate.clamp_(min=0.0)
+        return torch.clamp(gate, min=0.0, out=out)
     if activation.kind == "relu2":
-        return gate.clamp_(min=0.0).square_()
+        return torch.clamp(gate, min=0.0, out=out).square_()
     return act.ACTIVATIONS[activation.kind].function(gate, activation)
 
 
@@ -130,7 +90,7 @@ def _act_backward(grad: Tensor, gate: Tensor, activation: Activation) -> Tensor:
     if activation.kind == "silu":
         # d/dg (g σ(αg)) is the derivative of silu at αg.
         scaled = gate if activation.alpha == 1.0 else gate * activation.alpha
-        return cast("Tensor", aten.silu_backward(grad, scaled))
+        return cast("Tensor", aten.silu_backward.grad_input(grad, scaled, grad_input=grad))
     if activation.kind in ("gelu", "gelu_tanh"):
         approximate = _APPROXIMATE[activation.kind]
         return cast("Tensor", aten.gelu_backward(grad, gate, approximate=approximate))
@@ -141,11 +101,12 @@ _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def _inside(grad: Tensor, value: Tensor, low: float, limit: float) -> Tensor:
-    """Return ``grad``, exactly 0 where ``value > limit`` or ``value < low``; NaN values pass."""
+    """Set ``grad`` to exactly 0 where ``value > limit`` or ``value < low``; NaN values pass."""
     # The operator's own bounds are exclusive: the next numbers of the dtype make them inclusive.
     bounds = torch.tensor([low, limit], dtype=value.dtype)
     below, above = torch.nextafter(bounds, bounds.sign() * math.inf).tolist()
-    return cast("Tensor", torch.ops.aten.hardtanh_backward(grad, value, below, above))
+    masked = torch.ops.aten.hardtanh_backward.grad_input
+    return cast("Tensor", masked(grad, value, below, above, grad_input=grad))
 
 
 def forward(operands: Operands, activation: Activation, layout: Layout) -> Tensor:
@@ -158,28 +119,31 @@ def forward(operands: Operands, activation: Activation, layout: Layout) -> Tenso
     columns = z.shape[1] // activation.columns
     h = z.new_empty(z.shape[0], columns)
     experts = _row_experts(operands)
+    buffers = Buffers(operands, columns)
     wide = wide_dtype(z.dtype)
-    for span in _blocks(operands, columns):
-        gate_part, up = _parts(operands, activation, layout, span, experts)
-        gate = _wide(gate_part, wide)
+    for span in blocks(operands, columns):
+        gate_part, up_part = _parts(operands, activation, layout, span, experts)
+        shape, size = gate_part.shape, gate_part.numel()
+        value = buffers.wide("gate", gate_part)
         if limit is not None and activation.limit_position == "pre":
-            gate.clamp_(max=limit)
-        value = _act(gate, activation)
+            value.clamp_(max=limit)
+        value = _act(value, activation, buffers.of("act", value))
         if limit is not None and activation.limit_position == "post":
             value.clamp_(max=limit)
-        value = value[: gate_part.numel()].view(gate_part.shape)
-        block = h[span].view(value.shape)
+        block = h[span].view(shape)
         # The last product goes straight to its place where no rounding is between.
-        direct = block if operands.row_probs is None and wide == z.dtype else value
-        if up is not None:
-            if _changes_up(activation):
-                up = _linear(_wide(up, wide), activation)[: value.numel()].view(value.shape)
-            value = torch.mul(value, up, out=direct)
+        direct = operands.row_probs is None and wide == z.dtype
+        if up_part is not None:
+            up = _linear(buffers.wide("up", up_part), activation)
+            if direct:
+                torch.mul(value[:size].view(shape), up[:size].view(shape), out=block)
+                continue
+            value.mul_(up)
+        value = value[:size].view(shape)
         if operands.row_probs is not None:
             p = operands.row_probs[span].to(wide)
-            value = value.mul_(p.view(-1, *[1] * (value.dim() - 1)))
-        if value is not block:
-            block.copy_(value)
+            value.mul_(p.view(-1, *[1] * (len(shape) - 1)))
+        block.copy_(value)
     return h
 
 
@@ -214,8 +178,9 @@ def backward(
         dbias=bias.new_zeros(bias.shape) if wanted.dbias and bias is not None else None,
     )
     experts = _row_experts(operands)
-    for span in _blocks(operands, columns):
-        _backward_block(dh, operands, activation, layout, result, span, experts)
+    buffers = Buffers(operands, columns)
+    for span in blocks(operands, columns):
+        _backward_block(dh, operands, activation, layout, result, span, experts, buffers)
     if result.dbias is not None:
         _sum_bias(result.dz, operands, result.dbias)
     return result
@@ -229,48 +194,63 @@ def _backward_block(
     result: Backward,
     span: slice,
     experts: Tensor | None,
+    buffers: Buffers,
 ) -> None:
     limit, cap = activation.limit, activation.up_softcap
     pre = limit is not None and activation.limit_position == "pre"
-    wide = wide_dtype(operands.z.dtype)
     gate_part, up_part = _parts(operands, activation, layout, span, experts)
-    gate, grad = _wide(gate_part, wide), _wide(dh[span], wide)
-    up = None if up_part is None else _wide(up_part, wide)
+    gate, grad = buffers.wide("gate", gate_part), buffers.wide("grad", dh[span])
+    up = None if up_part is None else buffers.wide("up", up_part)
     rows, columns = dh[span].shape
 
-    bounded_gate = gate.clamp(max=limit) if pre else gate
-    raw = _act(bounded_gate.clone(), activation)
+    bounded_gate = gate
+    if pre:
+        bounded_gate = torch.clamp(gate, max=limit, out=buffers.of("bounded", gate))
+    raw = _act(bounded_gate, activation, buffers.of("act", gate))
     bounded = raw.clamp(max=limit) if limit is not None and not pre else raw
-    linear = None if up is None else _linear(up.clone(), activation)
+    linear = up
+    if up is not None and _changes_up(activation):
+        linear = _linear(buffers.of("linear", up).copy_(up), activation)
 
     def cut(flat: Tensor) -> Tensor:
         return flat[: rows * columns].view(rows, columns)
 
+    p = operands.row_probs
+    p = None if p is None else p[span].to(grad.dtype)[:, None]
     if result.dp is not None or result.h is not None:
-        h = cut(bounded if linear is None else bounded * linear)
-        if result.dp is not None:
-            result.dp[span] = _sum_columns(h * cut(grad))
-        if result.h is not None:
-            p = operands.row_probs
-            result.h[span] = h if p is None else h * p[span].to(h.dtype)[:, None]
-    if operands.row_probs is not None:
-        cut(grad).mul_(operands.row_probs[span].to(grad.dtype)[:, None])
+        h = torch.mul(bounded, 1.0 if linear is None else linear, out=buffers.of("dup", grad))
+        _store_others(result, span, cut(h), cut(grad), p)
+    if p is not None:
+        cut(grad).mul_(p)
     if linear is None or up is None:
         result.dz[span] = cut(_act_backward(grad, gate, activation))
         return
 
-    dup = grad * bounded
+    dup = torch.mul(grad, bounded, out=buffers.of("dup", grad))
     if cap is not None:
         dup.mul_(1.0 - torch.tanh(up / cap).square_())
     dgate = _act_backward(grad.mul_(linear), bounded_gate, activation)
     if limit is not None:
         dup = _inside(dup, up, -limit, limit)
         dgate = _inside(dgate, gate if pre else raw, -math.inf, limit)
+    _store(result.dz[span], cut(dgate), cut(dup), layout)
+
+
+def _store_others(result: Backward, span: slice, h: Tensor, dh: Tensor, p: Tensor | None) -> None:
+    """Store dp and h, where wanted."""
+    if result.dp is not None:
+        result.dp[span] = _sum_columns(h * dh)
+    if result.h is not None:
+        result.h[span] = h if p is None else h * p
+
+
+def _store(dz: Tensor, dgate: Tensor, dup: Tensor, layout: Layout) -> None:
+    rows, columns = dgate.shape
     block = layout.block(columns)
-    pairs = result.dz[span].view(result.dz[span].shape[0], -1, 2, block)
+    pairs = dz.view(rows, -1, 2, block)
     first, second = (dup, dgate) if layout.up_first else (dgate, dup)
-    pairs[:, :, 0] = cut(first).view(rows, -1, block)
-    pairs[:, :, 1] = cut(second).view(rows, -1, block)
+    pairs[:, :, 0] = first.view(rows, -1, block)
+    pairs[:, :, 1] = second.view(rows, -1, block)
 
 
 def _sum_columns(product: Tensor) -> Tensor:
@@ -284,7 +264,7 @@ def _sum_columns(product: Tensor) -> Tensor:
 
 
 def _sum_bias(dz: Tensor, operands: Operands, dbias: Tensor) -> None:
-    wide, live = wide_dtype(dz.dtype), _live_rows(operands)
+    wide, live = wide_dtype(dz.dtype), live_rows(operands)
     if operands.offsets is None:
         dbias.copy_(dz[:live].sum(0, dtype=wide))
         return

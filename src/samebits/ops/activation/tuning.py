@@ -20,15 +20,15 @@ class Config:
     # Tiles in flight per program, where it walks over several; 1 leaves it to the other programs.
     num_stages: int = 1
     # With dp: a program walks over all columns of its rows; else a second launch adds their sums.
-    walk: bool = True
+    walk: bool = False
 
 
 # Elements of h per tile, from benchmarks/tune_copies.py on an H200: wide rows want large tiles.
 FORWARD_ELEMENTS = 2048
 NARROW_FORWARD_ELEMENTS = 1024
 BACKWARD_ELEMENTS = 2048
-# With dp or bias gradients a program walks over tiles and keeps sums: smaller ones leave room.
-WALKING_ELEMENTS = 512
+# A program that walks over tiles and keeps sums: smaller ones leave room.
+WALKING_ELEMENTS = 1024
 BIAS_ELEMENTS = 1024
 # Below this many elements of h a device is not full: smaller tiles spread them over more programs.
 FEW_ELEMENTS = 1 << 19
@@ -74,11 +74,15 @@ def backward_heuristic(
 ) -> Config:
     """Return the backward tile; with bias gradients one row of a chunk at a time.
 
+    With dp, programs walk where rows are narrow, or so few that a second launch would cost more.
+
     Determinism: pure function of its arguments; no choice changes bits.
     """
-    most = BIAS_ELEMENTS if dbias else WALKING_ELEMENTS if dp else BACKWARD_ELEMENTS
+    narrow = block_columns(columns, BACKWARD_ELEMENTS) <= 256
+    walk = dp and not dbias and (narrow or rows * columns <= FEW_ELEMENTS)
+    most = BIAS_ELEMENTS if dbias else WALKING_ELEMENTS if walk else BACKWARD_ELEMENTS
     config = _config(columns, _elements(rows, columns, itemsize, most), itemsize)
-    config = replace(config, num_stages=BACKWARD_STAGES)
+    config = replace(config, num_stages=BACKWARD_STAGES, walk=walk)
     return replace(config, block_r=1) if dbias else config
 
 
@@ -93,4 +97,4 @@ def candidates(columns: int, itemsize: int, *, backward: bool, dp: bool = False)
             for warps in (config.num_warps, 2 * config.num_warps)
             for stages in ((1, BACKWARD_STAGES) if backward else (1,))
         ]
-    return found + [replace(config, walk=False) for config in found] if dp else found
+    return found + [replace(config, walk=True) for config in found] if dp else found

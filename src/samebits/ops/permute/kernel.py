@@ -194,18 +194,18 @@ def _gather_kernel(
     R, H,
     TOPK: tl.constexpr, TOPK_POW2: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    column_blocks = tl.cdiv(H, BLOCK_H)
-    # With dp this program walks over all column blocks of its token.
-    WITH_DP: tl.constexpr = dp_ptr is not None
+    WITH_DP: tl.constexpr = dp_ptr is not None  # then a program walks over all columns of its token
+    BLOCK: tl.constexpr = 256 if WITH_DP and BLOCK_H > 256 else BLOCK_H
+    column_blocks = tl.cdiv(H, BLOCK)
     per_token = 1 if WITH_DP else column_blocks
     token = (tl.program_id(0) // per_token).to(tl.int64)
-    start = (tl.program_id(0) % per_token) * BLOCK_H
-    stop = H if WITH_DP else tl.minimum(start + BLOCK_H, H)
+    start = (tl.program_id(0) % per_token) * BLOCK
+    stop = H if WITH_DP else tl.minimum(start + BLOCK, H)
     partials = tl.cdiv(H, 64)
     dtype = rows_ptr.dtype.element_ty
 
-    for column in range(start, stop, BLOCK_H):
-        columns = column + tl.arange(0, BLOCK_H)
+    for column in range(start, stop, BLOCK):
+        columns = column + tl.arange(0, BLOCK)
         mask = columns < H
         x = tl.load(x_ptr + token * stride_xt + columns, mask=mask, other=0.0)
         for k in tl.static_range(TOPK):
@@ -219,13 +219,13 @@ def _gather_kernel(
             if WITH_DP:
                 y = tl.load(y_ptr + row * stride_yr + columns, mask=mask & live, other=0.0)
                 product = tl.where(mask & live, x.to(tl.float32) * y.to(tl.float32), 0.0)
-                sums = sum_of_64_columns(tl.reshape(product, [1, BLOCK_H]), 1, BLOCK_H)
-                places = column // 64 + tl.arange(0, BLOCK_H // 64)[None, :]
+                sums = sum_of_64_columns(tl.reshape(product, [1, BLOCK]), 1, BLOCK)
+                places = column // 64 + tl.arange(0, BLOCK // 64)[None, :]
                 tl.store(partial_ptr + slot * partials + places, sums, mask=places < partials)
             if kept_ptr is not None:
                 # Rows of no slot are the last ones; there are as many rows as slots.
                 empty = slot >= tl.load(kept_ptr)
-                nothing = tl.zeros([BLOCK_H], dtype)
+                nothing = tl.zeros([BLOCK], dtype)
                 tl.store(rows_ptr + slot * H + columns, nothing, mask=mask & empty)
 
     if WITH_DP:
@@ -251,22 +251,22 @@ def _sum_kernel(
     TOPK: tl.constexpr, TOPK_POW2: tl.constexpr, WIDE_KEYS: tl.constexpr,
     BLOCK_H: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    column_blocks = tl.cdiv(H, BLOCK_H)
-    # With dp this program walks over all column blocks of its token.
-    WITH_DP: tl.constexpr = dp_ptr is not None
+    WITH_DP: tl.constexpr = dp_ptr is not None  # then a program walks over all columns of its token
+    BLOCK: tl.constexpr = 256 if WITH_DP and BLOCK_H > 256 else BLOCK_H
+    column_blocks = tl.cdiv(H, BLOCK)
     per_token = 1 if WITH_DP else column_blocks
     token = (tl.program_id(0) // per_token).to(tl.int64)
-    start = (tl.program_id(0) % per_token) * BLOCK_H
-    stop = H if WITH_DP else tl.minimum(start + BLOCK_H, H)
+    start = (tl.program_id(0) % per_token) * BLOCK
+    stop = H if WITH_DP else tl.minimum(start + BLOCK, H)
     partials = tl.cdiv(H, 64)
     ordered = keys_ascending(inverse_ptr, token * TOPK, R, TOPK, TOPK_POW2, WIDE_KEYS)
 
-    for column in range(start, stop, BLOCK_H):
-        columns = column + tl.arange(0, BLOCK_H)
+    for column in range(start, stop, BLOCK):
+        columns = column + tl.arange(0, BLOCK)
         mask = columns < H
         if WITH_DP:
             x = tl.load(x_ptr + token * stride_xt + columns, mask=mask, other=0.0).to(tl.float32)
-        total = tl.zeros([BLOCK_H], tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
         for first in tl.static_range(0, TOPK, AHEAD):
             # Up to AHEAD rows are on their way before the first is added.
             loaded = ()
@@ -285,8 +285,8 @@ def _sum_kernel(
                     # The probability of a dropped slot may be NaN.
                     total += y * tl.load(probs_ptr + slot, mask=live, other=0.0).to(tl.float32)
                 if WITH_DP:
-                    sums = sum_of_64_columns(tl.reshape(x * y, [1, BLOCK_H]), 1, BLOCK_H)
-                    places = column // 64 + tl.arange(0, BLOCK_H // 64)[None, :]
+                    sums = sum_of_64_columns(tl.reshape(x * y, [1, BLOCK]), 1, BLOCK)
+                    places = column // 64 + tl.arange(0, BLOCK // 64)[None, :]
                     partial_ptrs = partial_ptr + slot * partials + places
                     tl.store(partial_ptrs, sums, mask=(places < partials) & live)
         tl.store(out_ptr + token * H + columns, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -95,33 +95,32 @@ def chunks_per_program(total: int) -> int:
 class Config:
     """Columns of one token that a program moves."""
 
-    # A power of two, at least COLUMNS_PER_SUM.
+    # A power of two, at least COLUMNS_PER_SUM; where dp is wanted, whose sums take registers,
+    # at most 256 are moved at a time.
     block_h: int
     # Warps per program.
     num_warps: int
     # Rows of a token that are on their way before the first is added.
-    ahead: int = 8
+    ahead: int = 4
 
 
-# Widest block of columns, and how many programs fill a device with few tokens.
-_MOST_COLUMNS = 2048
+# How many programs fill a device with few tokens.
 _FULL = 528
 
 
 def heuristic(tokens: int, hidden: int, topk: int, itemsize: int) -> Config:
     """Return the tile for ``tokens`` rows of ``hidden`` elements of ``itemsize`` bytes.
 
-    The widest block that wastes least; narrower ones where few tokens would leave processors idle.
+    Programs of one warp, which never waits for another, and of many bytes: the first few loads of a
+    program find out where its rows are. Less where few tokens would leave processors idle.
 
     Determinism: pure function of its arguments; no choice changes bits.
     """
-    sizes = [size for size in (256, 512, 1024, 2048) if size <= _MOST_COLUMNS]
-    if tokens * -(-hidden // _MOST_COLUMNS) < _FULL:
-        sizes = sizes[:1]
-    block = min(sizes, key=lambda size: (-(-hidden // size) * size, -size))
-    # A thread moves 16-byte vectors: two where a token has few rows in flight.
-    per_thread = (32 if topk <= 2 else 16) // itemsize
-    return Config(block_h=block, num_warps=max(1, min(8, block // (32 * per_thread))))
+    vectors = 2 if 2 < topk < 8 else 4
+    if tokens * -(-hidden // 2048) < _FULL:
+        vectors = 1
+    # 16 bytes for each thread.
+    return Config(block_h=vectors * 32 * 16 // max(itemsize, 2), num_warps=1)
 
 
 def candidates(hidden: int, *, topk: int = 1) -> list[Config]:
@@ -131,7 +130,7 @@ def candidates(hidden: int, *, topk: int = 1) -> list[Config]:
         Config(block_h=size, num_warps=warps, ahead=ahead)
         for size in sizes
         for warps in (1, 2, 4, 8)
-        for ahead in ((4, 8) if topk > 4 else (8,))
+        for ahead in ((4, 8) if topk > 4 else (4,))
         # 8 to 32 elements for each thread.
         if 256 <= size // warps <= 1024 or size == sizes[0]
     ]

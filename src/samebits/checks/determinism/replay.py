@@ -194,9 +194,15 @@ def _under_load(call: Call, load: Load, replays: int, tally: Tally) -> None:
 
 def _as_graph(call: Call, load: Load, replays: int, tally: Tally) -> None:
     load.wait()
+    torch.cuda.synchronize()
+    # ``torch.cuda.graph`` would collect garbage and empty the allocator each time.
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(call)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        try:
+            captured = run(call)
+        finally:
+            graph.capture_end()
     for index in range(replays):
         load.start(index)
         graph.replay()

@@ -138,9 +138,9 @@ class RoutingRecord:
                     )
                     if verify and _digest(layers[name]) != about["sha256"]:
                         raise RecordError(f"{path}: layer {name} is not what was recorded")
+                return RoutingRecord(layers)
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise RecordError(f"{path} is damaged: {error}") from error
-        return RoutingRecord(layers)
 
 
 def compact_dtype(num_experts: int) -> torch.dtype:

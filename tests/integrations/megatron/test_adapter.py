@@ -203,6 +203,16 @@ def test_a_module_without_weights_is_refused_unchanged() -> None:
     assert "forward" not in vars(module)
 
 
+def test_experts_of_different_shapes_are_refused_unchanged() -> None:
+    module = Grouped(_config())
+    module.linear_fc1.weight1 = nn.Parameter(torch.zeros(6, HIDDEN))
+    places = [p.data_ptr() for p in module.parameters()]
+
+    with pytest.raises(ValueError, match="have one shape for the weight of linear_fc1"):
+        adapt(module)
+    assert [p.data_ptr() for p in module.parameters()] == places
+
+
 def test_stacking_views_evenly_spaced_memory_only() -> None:
     buffer = torch.randn(4, 6, 5)
     evenly = [buffer[i, 1:3] for i in (0, 1, 2, 3)]

@@ -99,11 +99,10 @@ def adapt(module: nn.Module, config: Any = None, *, backend: str = "auto") -> Ad
         )
     options = options_of(config)
     weights = _reader(module, options)
-    for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
-        parameters = weights.parameters[name]
+    weights()  # shapes and dtypes are checked before anything changes
+    for parameters in weights.parameters.values():
         if len(parameters) > 1:
             repoint(parameters)
-    weights()  # shapes and dtypes are checked before anything changes
 
     def forward(
         _self: nn.Module,
@@ -179,6 +178,10 @@ def _reader(module: nn.Module, options: Options) -> _Weights:
         if len(present) not in (0, len(held)) or (kind == "weight" and not present):
             rule = f"have a {kind} of {linear} for each expert"
             raise TypeError(must("module", rule, f"{len(present)} of {len(held)}"))
+        shapes = {tuple(p.shape) for p in present}
+        if len(shapes) > 1:
+            rule = f"have one shape for the {kind} of {linear} of every expert"
+            raise ValueError(must("module", rule, sorted(shapes)))
         return present
 
     return _Weights(options, find)

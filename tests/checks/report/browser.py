@@ -2,8 +2,10 @@
 
 import json
 import os
+import select
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,8 @@ class Browser:
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._in], [], [], _SECONDS)
+            assert ready, "the browser does not answer"
             part = os.read(self._in, 1 << 16)
             assert part, "the browser ended"
             self._rest += part
@@ -90,9 +94,10 @@ class Browser:
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
         self.call("Page.navigate", url=path.as_uri())
-        wanted = path.as_uri()
-        while self.ask("document.readyState") != "complete" or self.ask("location.href") != wanted:
-            pass
+        wanted = ["complete", path.as_uri()]
+        deadline = time.monotonic() + _SECONDS
+        while self.ask("[document.readyState, location.href]") != wanted:
+            assert time.monotonic() < deadline, "the page does not load"
 
     def ask(self, expression: str) -> Any:
         """Return the value of a JavaScript expression in the page."""

@@ -27,7 +27,7 @@ class Recording:
 
     # What messages call it; a file's name, for example.
     name: str
-    # One 1-D fp64 tensor for each sequence: log p of the tokens that came, in order.
+    # One 1-D float tensor for each sequence: log p of the tokens that came, in order.
     log_probs: Sequence[Tensor]
     # Which of them count, bool, same lengths; None: all.
     masks: Sequence[Tensor] | None = None
@@ -113,7 +113,7 @@ def pairs(a: Recording, b: Recording) -> list[Pair]:
 def _pairs(a: Recording, b: Recording) -> Iterator[Pair]:
     compared = 0
     for i, j in enumerate(_order(a, b)):
-        first, second = a.log_probs[i], b.log_probs[j]
+        first, second = a.log_probs[i].double(), b.log_probs[j].double()
         if len(first) != len(second):
             hint = ""
             if abs(len(first) - len(second)) == 1:

@@ -54,3 +54,11 @@ def test_one_kwidth_over_each_table(table: Table) -> None:
 
     # 0: every operand of the tile comes from shared memory.
     assert all(len(found - {0}) <= 1 for found in widths.values()), widths
+
+
+def test_no_swapped_tile_has_an_operand_in_registers(table: Table) -> None:
+    # Asynchronous products of such operands were wrong (docs/projections.md).
+    swapped = {case: targets["sm_90"] for case, targets in table.items() if "-swap" in case}
+
+    assert len(swapped) >= 5
+    assert {case: kwidth for case, (*_, kwidth) in swapped.items() if kwidth} == {}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from samebits.activation import Activation
 from samebits.ops._triton.columns import load_gate_up, store_gate_up
+from samebits.ops._triton.launch import recordable
 from samebits.ops._triton.operand import row_operand, weight_operand
 from samebits.ops._triton.product import contract, contract_described, tile_of_position
 from samebits.ops._triton.rows import add_neighbours, sum_ascending, sum_of_64_columns
@@ -82,6 +83,7 @@ def _finish(
     return sums
 
 
+@recordable
 @triton.jit
 def _hidden_gradient_kernel(
     dy, stride_dy, w, stride_we, stride_wn, stride_wk, z_ptr, probs_ptr,
@@ -137,6 +139,7 @@ def _hidden_gradient_kernel(
         )  # fmt: skip
 
 
+@recordable
 @triton.jit(do_not_specialize=["R", "topk", "expert_start"])
 def _probs_gradient_kernel(
     partial_ptr, dout_ptr, stride_dt, bias_ptr, ids_ptr, inverse_ptr,

@@ -12,11 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from samebits.ops._triton.chunks import CHUNK, chunk_of_program, chunks_of_expert
+from samebits.ops._triton.launch import recordable
 from samebits.ops._triton.operand import row_operand
 from samebits.ops._triton.product import tile_of_position
 from samebits.ops.weight_gradient.tuning import Config
 
 
+@recordable
 @triton.jit
 def _order_kernel(offsets_ptr, order_ptr, E, BINS: tl.constexpr):
     """Write each expert to its place by rows, longest first (ties: lower id)."""
@@ -37,6 +39,7 @@ def _masked(ptr, stride_r, rows, end, column, width, BLOCK: tl.constexpr):
     return tl.load(ptrs, mask=(rows < end)[:, None] & (columns < width)[None, :], other=0.0)
 
 
+@recordable
 @triton.jit
 def _weight_gradient_kernel(
     a, a_ptr, stride_ar, b, b_ptr, stride_br,
@@ -75,6 +78,7 @@ def _weight_gradient_kernel(
         tl.store(dw_ptr + place, acc.to(dw_ptr.dtype.element_ty), mask=mask)
 
 
+@recordable
 @triton.jit
 def _chunk_sums_kernel(
     rows_ptr, stride_r, slots_ptr, probs_ptr, chunk_sums_ptr, offsets_ptr, N,
@@ -93,6 +97,7 @@ def _chunk_sums_kernel(
     tl.store(chunk_sums_ptr + chunk * N + columns, total, mask=mask & (first < end))
 
 
+@recordable
 @triton.jit
 def _sum_chunks_kernel(
     chunk_sums_ptr, dbias_ptr, stride_e, stride_n, offsets_ptr, N,

@@ -25,6 +25,13 @@ RUNNABLE = [
     if FUSED.why_not(replace(problem, grad=True, device="sm_90")) is None
 ]
 DTYPES = ("bf16", "fp16", "fp32")
+# The sigmoid is exp2 of a rounded product: 2.33e-7 where 2.23e-7 are allowed.
+KNOWN = {("tiny-sizes", "fp32"): pytest.mark.xfail(strict=True, reason="accuracy of the sigmoid")}
+RUNS = [
+    pytest.param(name, dtype, id=f"{name}-{dtype}", marks=KNOWN.get((name, dtype), ()))
+    for name in RUNNABLE
+    for dtype in DTYPES
+]
 SHAPE = {"H": 256, "F": 128, "E": 8}
 
 
@@ -42,11 +49,8 @@ def _failures(problem: Problem, inputs: Inputs) -> dict[str, str]:
     return {name: str(j) for name, j in judgements.items() if not j.passed}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize(("name", "dtype"), RUNS)
 def test_every_gradient_is_within_the_budget(name: str, dtype: str) -> None:
-    if (name, dtype) == ("tiny-sizes", "fp32"):
-        pytest.xfail("fp32 sigmoid: exp2 of a rounded product, 2.33e-7 where 2.23e-7 are allowed")
     problem = _in(CASES[name], dtype)
     # Nine probabilities are no sample of the plain loop's error in fp32.
     few = 24 if dtype == "fp32" else 3

@@ -66,12 +66,17 @@ def test_what_must_take_the_long_way_has_no_key(request_: repetition.Request) ->
         request_._replace(weights=frozen),
         request_._replace(x=torch.zeros(0, 16)),
         request_._replace(x=torch.zeros(repetition.MOST_TOKENS + 1, 16)),
+        request_._replace(x=torch.zeros(16, 2).T),
+        request_._replace(x=torch.zeros(16)),
+        request_._replace(x=torch.zeros(())),
         request_._replace(x=[1.0]),
         request_._replace(expert_start=True),
         request_._replace(backend=None),
         request_._replace(placement=[1]),
         request_._replace(out_dtype="fp32"),
         request_._replace(out=request_.x),
+        request_._replace(out=[1.0]),
+        request_._replace(out=torch.zeros(2, 16), num_valid_tokens=1),
     ]
 
     assert [repetition.key_of(request) for request in requests] == [None] * len(requests)
@@ -119,6 +124,8 @@ def test_a_plan_moves_every_pointer(no_device: None) -> None:
     result = plan.play((moved_x, moved_weights, None), None)
 
     assert plan_of((x, weights), None, launches, out) is None  # weights[1:] starts at no input
+    # The first call's tensors must not live on in what is kept of it.
+    assert not any(isinstance(a, Tensor) for step in plan.steps for a in step.arguments)
     assert result.shape == out.shape
     assert result.data_ptr() != out.data_ptr()
     assert plan.workspace == 512

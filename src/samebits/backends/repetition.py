@@ -72,7 +72,12 @@ def key_of(request: Request) -> Key | None:
     Determinism: pure function of its arguments and of torch's modes.
     """
     x, routing, weights, activation, placement, backend, start, out_dtype, _, out = request
-    if type(x) is not Tensor or not x.is_cuda or not 0 < x.shape[0] <= MOST_TOKENS:
+    if type(x) is not Tensor or not x.is_cuda or x.dim() != 2:
+        return None
+    if x.numel() == 0 or x.shape[0] > MOST_TOKENS:
+        return None
+    # Such an x is copied before the call that would be recorded.
+    if x.stride(1) != 1 and x.shape[1] != 1:
         return None
     # What has another type is for the checks of the long way to judge.
     kinds = (type(routing), type(weights), type(activation), type(backend), type(start))
@@ -82,11 +87,20 @@ def key_of(request: Request) -> Key | None:
         return None
     if weights.norm is not None or _watched():
         return None
+    traits = _traits((*request.tensors, out))
+    if traits is None:
+        return None
     if out is not None and any(t is not None and overlap(out, t) for t in request.tensors):
         return None
+    layout, experts = weights.layout.key, routing.num_experts
+    return (activation.key, placement, layout, backend, start, out_dtype, experts, *traits)
+
+
+def _traits(tensors: tuple[Tensor | None, ...]) -> list[Any] | None:
+    """Return what decides about tensors; None where one is no plain one, or wants a gradient."""
     grad = torch.is_grad_enabled()
     traits: list[Any] = []
-    for tensor in (*request.tensors, out):
+    for tensor in tensors:
         if tensor is None:
             traits.append(None)
         elif type(tensor) not in _PLAIN or (grad and tensor.requires_grad):
@@ -94,8 +108,7 @@ def key_of(request: Request) -> Key | None:
         else:
             place = (tensor.get_device(), tensor.data_ptr() % 16)
             traits += (tensor.shape, tensor.stride(), tensor.dtype, place)
-    layout, experts = weights.layout.key, routing.num_experts
-    return (activation.key, placement, layout, backend, start, out_dtype, experts, *traits)
+    return traits
 
 
 def _watched() -> bool:

@@ -17,11 +17,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import stored_rows
 import targets
 import torch
 from case import OURS, PEER_SLACK, Case, Inputs, Options
@@ -32,6 +34,8 @@ from samebits.problem import Problem
 from samebits.testing.cases import MODELS
 
 HERE = Path(__file__).parent
+# What ./run bench --layer and benchmarks/training.py time; here only their stored rows are judged.
+LAYERS = ("layer", "training")
 OPS = sorted(path.stem for path in (HERE / "ops").glob("[a-z]*.py"))
 SOURCES = HERE.parent / "src" / "samebits" / "ops"
 MEMCPY = "memcpy"
@@ -46,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         prog="./run bench", description=summary, epilog=rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    made.add_argument("--op", action="append", choices=OPS, help="an op; default: all")
+    made.add_argument("--op", action="append", choices=[*OPS, *LAYERS], help="an op; default: all")
     made.add_argument("--shapes", type=_names, default=list(MODELS), help=",".join(MODELS))
     made.add_argument("--tokens", type=_numbers, default=(4096, 16384), help="T, comma-separated")
     made.add_argument("--variants", type=_names, help="only these variants of the ops")
@@ -123,10 +127,34 @@ def _wrong(case: Case, inputs: Inputs) -> dict[str, float]:
     return wrong
 
 
+def _kernels(call: Callable[[], Any]) -> list[Row]:
+    """Return the compiled kernels that ``call`` launches, in order."""
+    from triton.runtime import JITFunction
+
+    seen: list[Any] = []
+    launch = JITFunction.run
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        seen.append(launch(*arguments, **options))
+        return seen[-1]
+
+    with mock.patch.object(JITFunction, "run", noting):
+        call()
+    return [
+        {
+            "name": kernel.metadata.name, "hash": kernel.hash[:12],
+            "num_warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared,
+        }
+        for kernel in seen
+    ]  # fmt: skip
+
+
 def run_case(case: Case, device: str, rounds: int, ceiling: float) -> Iterator[Row]:
     """Check and time one case; yield a row per candidate."""
     sets = [case.make(seed) for seed in range(sets_for(case.moved))]
     wrong = _wrong(case, sets[0])
+    ours = case.candidates[OURS]
+    kernels = _kernels(lambda: ours(sets[0])) if device == "cuda" else []
     candidates = {n: c for n, c in case.candidates.items() if n not in wrong}
     half = torch.empty(case.moved // 2, dtype=torch.uint8, device=device)
     other = torch.empty_like(half)
@@ -137,6 +165,7 @@ def run_case(case: Case, device: str, rounds: int, ceiling: float) -> Iterator[R
             "op": case.op, "variant": case.variant, "direction": case.direction,
             "shape": case.shape, "T": case.T, "problem": str(case.problem), "candidate": name,
             "config": case.config if name == OURS else "", "moved": case.moved,
+            "kernels": kernels if name == OURS else [],
         }  # fmt: skip
         if name in wrong:
             yield row | {"error": wrong[name]}
@@ -161,6 +190,14 @@ def _line(case: Case, rows: list[Row]) -> str:
     return f"{label} {'  '.join(parts)}"
 
 
+def _timed_here(asked: list[str] | None) -> list[str]:
+    apart = [op for op in asked or [] if op in LAYERS]
+    if apart:
+        how = "./run bench --layer or benchmarks/training.py times it, --rows FILE judges that"
+        raise SystemExit(f"{apart[0]} is no op of this benchmark\nhint: {how}")
+    return asked or OPS
+
+
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """Run what the command line asks for; print, write and return the rows."""
     device, tiny = arguments.device, arguments.tiny
@@ -178,7 +215,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     path = arguments.out / f"{stamp}-{device}.jsonl"
     written: list[Row] = []
     with path.open("a") as file, torch.no_grad():
-        for op in arguments.op or OPS:
+        for op in _timed_here(arguments.op):
             module = importlib.import_module(f"ops.{op}")
             extra = origin | {"source_hash": source_hash(op)}
             print(f"\n{op}", flush=True)
@@ -197,16 +234,12 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     return written
 
 
-def _read(paths: list[Path]) -> list[Row]:
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-
-
 def main() -> int:
     """Return 0, or 1 where a result of ours is wrong or a target is missed."""
     if "--layer" in sys.argv[1:]:
         return importlib.import_module("layer").main([a for a in sys.argv[1:] if a != "--layer"])
     arguments = parser().parse_args()
-    rows = _read(arguments.rows) if arguments.rows else measure(arguments)
+    rows = stored_rows.read(arguments.rows) if arguments.rows else measure(arguments)
     failures = [
         f"{row['op']} {row['variant']} {row['direction']} {row['shape']} T={row['T']}: wrong result"
         for row in rows
@@ -216,6 +249,9 @@ def main() -> int:
         asked = targets.read(arguments.targets)
         if arguments.op:
             asked = [target for target in asked if target["op"] in arguments.op]
+        elif not arguments.rows:
+            # The layer is timed by itself, and held to its targets by its stored rows.
+            asked = [target for target in asked if target["op"] not in LAYERS]
         found = targets.misses(asked, rows)
         failures += found
         print(f"\n{len(asked)} targets, {len(found)} misses")

@@ -50,7 +50,17 @@ def test_smoke_run_has_a_right_row_for_everything(tmp_path: Path) -> None:
     }  # fmt: skip
     wrong = [row for row in rows if "ms" not in row]
     assert not wrong
-    for key in ("config", "moved", "fraction", "torch", "gpu", "command", "source_hash", "problem"):
+    for key in (
+        "config",
+        "moved",
+        "fraction",
+        "torch",
+        "gpu",
+        "command",
+        "source_hash",
+        "problem",
+        "kernels",
+    ):
         assert all(key in row for row in rows), key
 
 
@@ -82,13 +92,29 @@ ROW = {"op": "o", "candidate": "samebits", "moved": 10_000_000, "ms": 1.0, "frac
             [{"T": 1}, {"T": 2}],
             ["t: o 1: no row of p", "t: o 2: no row of p"],
         ),
+        (
+            {"speedup_at_least": 2.0, "peer": "p", "or_fraction": 0.6},
+            [{"T": 1}, {"T": 2, "fraction": 0.5}, {"T": 2, "candidate": "p", "ms": 1.5}],
+            ["t: o 2: 1.50x p"],
+        ),
+        (
+            {"column": "c", "at_most": 2},
+            [{"T": 1, "c": 2.5}, {"T": 2}],
+            ["t: o 1: c 2.500", "t: o 2: no c"],
+        ),
+        (
+            {"mean_fraction_at_least": 0.5},
+            [{"T": 1, "fraction": 0.9}, {"T": 2, "fraction": 0.2}],
+            ["t: 0.424 of the floor on average"],
+        ),
+        ({"mean_fraction_at_least": 0.4}, [{"T": 1, "fraction": 0.9}], ["t: o 2: no row"]),
     ],
 )  # fmt: skip
 def test_misses(target: dict[str, Any], rows: list[dict[str, Any]], expected: list[str]) -> None:
     import targets
 
     whole = TARGET | target
-    if len(whole.keys() & {"ms_at_most", "speedup_at_least"}):
+    if whole.keys() & {"ms_at_most", "speedup_at_least", "at_most", "mean_fraction_at_least"}:
         del whole["fraction_at_least"]
 
     found = targets.misses([whole], [ROW | row for row in rows])
@@ -114,6 +140,7 @@ def test_a_wrong_result_is_a_miss() -> None:
         'name = "t"\nop = "o"',
         'name = "t"\nop = "o"\nfraction_at_least = 0.5\nms_at_most = 1.0',
         'name = "t"\nop = "o"\nspeedup_at_least = 2.0',
+        'name = "t"\nop = "o"\nat_most = 2.0',
     ],
 )
 def test_targets_that_say_nothing_are_errors(tmp_path: Path, text: str) -> None:
@@ -133,7 +160,8 @@ def test_every_target_has_its_cases() -> None:
     import targets
     from case import Options
 
-    asked = targets.read(BENCH / "targets.toml")
+    timed = {path.stem for path in (BENCH / "ops").glob("[a-z]*.py")}
+    asked = [t for t in targets.read(BENCH / "targets.toml") if t["op"] in timed]
     peers = {target["peer"] for target in asked if "peer" in target}
     columns = ("op", "variant", "direction", "shape", "T", "moved")
     # Rows that meet everything: what is missed is missing.
@@ -165,3 +193,37 @@ def test_rows_can_be_held_to_targets_without_a_run(tmp_path: Path) -> None:
 
     assert done.returncode == 1
     assert "MISS t: o 1" in done.stdout
+
+
+@pytest.mark.usefixtures("bench_path")
+def test_files_of_the_layer_are_rows_too(tmp_path: Path) -> None:
+    import stored_rows
+    import targets
+
+    cell = {"floor_ms": 1.0, "ms": {"fused": 1.25, "grouped": 2.0, "other": 1.5}}
+    layer, training = tmp_path / "layer.json", tmp_path / "training.json"
+    shapes = [(shape, tokens) for shape in MODELS for tokens in (1, 16, 64, 256, 1024, 4096, 16384)]
+    cells = [{"shape": s, "T": t, "staged_ms": 1.25} | cell for s, t in shapes]
+    layer.write_text(json.dumps({"kernels": "k", "speed": None, "rows": cells}))
+    spent = {"memory": {"fused": 1, "transformers x": 4}, "host_ms": {"fused": 0.5}}
+    cells = [{"shape": s, "T": t} | cell | spent for s, t in shapes if t >= 256]
+    training.write_text(json.dumps({"rows": cells}))
+
+    rows = stored_rows.read([layer, training])
+
+    ours = [row for row in rows if row["candidate"] == "samebits"]
+    assert {row["op"] for row in ours} == {"layer", "training"}
+    assert all(row["config"] == "fused" and row["fraction"] == 0.8 for row in ours)
+    assert {row.get("staged") for row in ours} == {1.0, None}
+    assert {(row.get("host"), row.get("memory")) for row in ours} == {(None, None), (0.4, 0.25)}
+    # Nothing that is asked of them lacks a row or a column.
+    asked = [t for t in targets.read(BENCH / "targets.toml") if t["op"] in ("layer", "training")]
+    assert len(asked) >= 15
+    assert not [line for line in targets.misses(asked, rows) if ": no " in line]
+
+
+def test_an_op_that_is_timed_elsewhere_is_named() -> None:
+    done = run_bench("--device", "cpu", "--tiny", "--op", "layer")
+
+    assert done.returncode == 1
+    assert "./run bench --layer" in done.stderr

@@ -1,0 +1,66 @@
+"""Read stored rows: JSON lines of ops, and the files of the layer's two benchmarks, as one kind."""
+
+import json
+import math
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from case import OURS
+
+Row = dict[str, Any]
+# The fastest of all peers of a cell, recorded ones at the speed of the run's machine.
+BEST_PEER = "best-peer"
+_BACKENDS = ("samebits", "fused", "grouped")
+
+
+def read(paths: list[Path]) -> list[Row]:
+    """Return the rows of every file.
+
+    A file of ``layer.py`` or ``training.py`` is one object; each of its cells becomes a row of the
+    op ``layer`` or ``training``, and one of its best peer.
+    """
+    rows: list[Row] = []
+    for path in paths:
+        text = path.read_text()
+        lines = [json.loads(text)] if path.suffix == ".json" else map(json.loads, text.splitlines())
+        for entry in lines:
+            rows += _cells(entry) if "rows" in entry else [entry]
+    return rows
+
+
+def _cells(whole: Row) -> list[Row]:
+    found = []
+    for cell in whole["rows"]:
+        training = "host_ms" in cell
+        module = import_module("training" if training else "layer_peers")
+        base = {
+            "op": "training" if training else "layer",
+            "shape": cell["shape"], "T": cell["T"],
+            "routing": cell.get("routing", "uniform"), "variant": cell.get("variant", "plain"),
+            "problem": cell["shape"], "direction": "both" if training else "forward",
+        }  # fmt: skip
+        mine = {name: cell["ms"][name] for name in _BACKENDS if name in cell["ms"]}
+        if not mine:
+            found.append(base | {"candidate": OURS})
+            continue
+        backend = min(mine, key=lambda name: mine[name])
+        ms = mine[backend]
+        ours = base | {
+            "candidate": OURS, "config": backend, "ms": ms, "fraction": cell["floor_ms"] / ms,
+            "source_hash": whole.get("kernels"),
+        }  # fmt: skip
+        if "staged_ms" in cell:
+            ours["staged"] = ms / cell["staged_ms"]
+        if training:
+            ours["host"] = cell["host_ms"][backend] / ms
+            held = [v for k, v in cell["memory"].items() if k.startswith("transformers")]
+            if held:
+                ours["memory"] = cell["memory"][backend] / min(held)
+        found.append(ours)
+        others = {name: ms for name, ms in cell["ms"].items() if name not in _BACKENDS}
+        filled = {"routing": "uniform", "variant": "plain", **cell, "ms": others}
+        name, peer = module.best_peer(filled, whole.get("speed") or math.nan)
+        if not math.isnan(peer):
+            found.append(base | {"candidate": BEST_PEER, "config": name, "ms": peer})
+    return found

@@ -129,6 +129,13 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[None]:
     return torch.autocast(device.type, enabled=False)
 
 
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which kernels start on ``device``, whatever the current one is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
 def compute(
     call: Call, options: Options, num_experts: int, expert_start: int, *, save: bool
 ) -> tuple[Tensor, Tensor]:
@@ -138,7 +145,7 @@ def compute(
     """
     check_ids(call, num_experts)
     problem = problem_of(options, call, num_experts, expert_start, grad=save)
-    with outside_autocast(call.x.device):
+    with outside_autocast(call.x.device), on_device(call.x.device):
         out, z = choose(options.backend, problem).forward(problem, call, save=save)
     if call.out is None or out is call.out:
         return out, z
@@ -181,7 +188,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     options = Options.parse(text)
     problem = problem_of(options, call, num_experts, expert_start, grad=True)
     module = choose(options.backend, problem)
-    with outside_autocast(call.x.device):
+    with outside_autocast(call.x.device), on_device(call.x.device):
         grads: Gradients = module.backward(problem, call, z, dout, tuple(wanted))
     return tuple(call.x.new_empty(0) if g is None else g for g in grads)
 

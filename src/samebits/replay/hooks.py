@@ -42,7 +42,7 @@ class Recorder:
         """
         silent = [name for name, calls in self._calls.items() if not calls]
         if silent:
-            raise RecordError(_silent(silent))
+            raise RecordError(not_called(silent))
         layers = {}
         for name, calls in self._calls.items():
             ids, probs = (torch.cat([call[i] for call in calls]).cpu() for i in (0, 1))
@@ -104,7 +104,7 @@ def replaying(model: nn.Module, record: RoutingRecord, probs: Probs = "computed"
     if probs not in PROBS:
         raise ValueError(unknown("probs", probs, PROBS))
     routers = _routers(model)
-    _check_layers(routers, record)
+    check_layers({name: router.num_experts for name, router in routers.items()}, record)
     called: set[str] = set()
 
     def give(name: str, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -116,7 +116,7 @@ def replaying(model: nn.Module, record: RoutingRecord, probs: Probs = "computed"
         return (x, record.layers[name].routing(x.device).topk_ids)
 
     def value(name: str, _module: nn.Module, _arguments: Any, out: RouterOutput) -> RouterOutput:
-        return out if probs == "computed" else _with_recorded(name, out, record, probs)
+        return with_recorded(name, out, record, probs)
 
     handles = []
     try:
@@ -128,12 +128,21 @@ def replaying(model: nn.Module, record: RoutingRecord, probs: Probs = "computed"
         for handle in handles:
             handle.remove()
     if called != set(routers):
-        raise RecordError(_silent(sorted(set(routers) - called)))
+        raise RecordError(not_called(sorted(set(routers) - called)))
 
 
-def _with_recorded(
+def with_recorded(
     name: str, out: RouterOutput, record: RoutingRecord, probs: Probs
 ) -> RouterOutput:
+    """Return what a router computed, with its probabilities as ``probs`` says; see ``replaying``.
+
+    Raises:
+        RecordError: A probability is not the recorded one ("same").
+
+    Determinism: exact.
+    """
+    if probs == "computed":
+        return out
     computed, ids = out.routing.topk_probs, out.routing.topk_ids
     recorded = record.layers[name].routing(computed.device).topk_probs
     if probs == "same":
@@ -147,15 +156,18 @@ def _with_recorded(
     return RouterOutput(Routing(ids, value, out.routing.num_experts), out.logits)
 
 
-def _check_layers(routers: dict[str, Router], record: RoutingRecord) -> None:
-    if set(routers) != set(record.layers):
-        strange = sorted(set(routers) ^ set(record.layers))
+def check_layers(numbers: Mapping[str, int], record: RoutingRecord) -> None:
+    """Raise ``ValueError`` unless ``record`` is of routers of these names and numbers of experts.
+
+    Determinism: exact.
+    """
+    if set(numbers) != set(record.layers):
+        strange = sorted(set(numbers) ^ set(record.layers))
         raise ValueError(must("record", "have the model's routers", f"a difference in {strange}"))
-    for name, router in routers.items():
-        number = record.layers[name].num_experts
-        if router.num_experts != number:
-            rule = f"have num_experts = {router.num_experts} in {name}, as the model"
-            raise ValueError(must("record", rule, number))
+    for name, number in numbers.items():
+        if record.layers[name].num_experts != number:
+            rule = f"have num_experts = {number} in {name}, as the model"
+            raise ValueError(must("record", rule, record.layers[name].num_experts))
 
 
 def _routers(model: nn.Module) -> dict[str, Router]:
@@ -165,7 +177,11 @@ def _routers(model: nn.Module) -> dict[str, Router]:
     return routers
 
 
-def _silent(names: list[str]) -> str:
+def not_called(names: list[str]) -> str:
+    """Return what to say of routers that were not called.
+
+    Determinism: a function of its argument.
+    """
     return (
         f"routers were not called: {', '.join(names)}\n"
         "hint: a compiled model takes no hooks; give MoE or Router the recorded topk_ids"

@@ -21,10 +21,15 @@ COMMON = {"torch grouped_mm": "torch_gmm", "transformers grouped_mm": "hf_gmm"}
 MOST_COPIED_BYTES = 8e9
 
 
-@torch.compile(dynamic=True)
 def _swiglu(z):
     gate, up = z.chunk(2, -1)
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(z.dtype)
+
+
+@cache
+def _compiled_swiglu():
+    # Asked for here: torch's compiler takes seconds to load.
+    return torch.compile(_swiglu, dynamic=True)
 
 
 def _grouped_mm_layer(x, ids, probs, weights):
@@ -35,7 +40,7 @@ def _grouped_mm_layer(x, ids, probs, weights):
     offsets = counts.cumsum(0, dtype=torch.int32)
     mm = torch.nn.functional.grouped_mm
     z = mm(x[order // topk], weights.gate_up.transpose(1, 2), offs=offsets)
-    y = mm(_swiglu(z), weights.down.transpose(1, 2), offs=offsets)
+    y = mm(_compiled_swiglu()(z), weights.down.transpose(1, 2), offs=offsets)
     places = torch.arange(order.numel(), device=x.device)
     inverse = torch.empty_like(order).scatter_(0, order, places)
     return (y[inverse].view(-1, topk, x.shape[1]).float() * probs[..., None]).sum(1).to(x.dtype)

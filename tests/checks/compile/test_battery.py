@@ -1,0 +1,78 @@
+"""The committed record of the battery; and, with ``-m slow``, the battery itself, minutes each."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import stale_battery
+import stale_megatron
+import stale_table
+
+pytestmark = pytest.mark.reference
+
+RESULTS = Path(stale_battery.__file__).parent / "results"
+RECORDS = sorted(RESULTS.glob("stale-*.json"))
+BAD = ("missed", "false alarm", "fail")
+PROGRAMS = [
+    pytest.param(group, program, id=program.name)
+    for group, programs in stale_table.GROUPS.items()
+    for program in programs
+]
+NO_MEGATRON = "not_run: no package megatron; put the folder of an unpacked wheel on PYTHONPATH"
+
+
+def rows(path, group):
+    found = json.loads(path.read_text())["rows"]
+    return [row for row in found if row["group"].partition(" ")[0] == group]
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_nothing_was_missed_and_nothing_reported_falsely(path):
+    record = json.loads(path.read_text())
+
+    assert record["versions"]["torch"].partition("+")[0] in path.stem
+    assert [row for row in record["rows"] if row["verdict"] in BAD] == []
+
+
+@pytest.mark.parametrize("group", ["battery"])
+def test_the_record_of_the_pinned_torch_is_whole(group):
+    found = rows(RESULTS / "stale-cpu-torch-2.13.0.json", group)
+
+    expected = {(p.name, g) for p in stale_table.GROUPS[group] for g in (False, True)}
+    assert {(row["program"], row["gradient"]) for row in found} == expected
+
+
+def test_every_fault_of_the_table_was_found_with_the_pinned_torch():
+    found = rows(RESULTS / "stale-cpu-torch-2.13.0.json", "battery")
+
+    stale = {(row["program"], row["gradient"]) for row in found if row["verdict"] == "found"}
+    table = {
+        (p.name, gradient)
+        for p in stale_table.GROUPS["battery"]
+        for gradient in (False, True)
+        if p.stale((2, 13), gradient)
+    }
+    assert len(table) == 19
+    assert stale == table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "program"), PROGRAMS)
+def test_the_battery_is_judged_as_its_table_says(group, program):
+    where = f"{program.inputs.__module__}:{program.inputs.__name__}"
+
+    found = stale_battery.measure(group, program, where, first=False)
+
+    assert not {row["verdict"] for row in found} & set(BAD)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("megatron") is None, reason=NO_MEGATRON)
+@pytest.mark.parametrize("program", stale_megatron.PROGRAMS, ids=lambda program: program.name)
+def test_the_functions_of_megatron_are_judged(program):
+    where = f"stale_megatron:{program.inputs.__name__}"
+
+    found = stale_battery.measure("megatron", program, where, first=True)
+
+    assert not {row["verdict"] for row in found} & set(BAD)

@@ -3,13 +3,11 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from samebits import env
-from samebits.checks.determinism.command import OURS
 from samebits.checks.determinism.coverage import coverage, fingerprint
 from samebits.checks.determinism.planted import planted
 from samebits.checks.determinism.source import Sources
@@ -310,27 +308,23 @@ def test_arguments_that_mean_nothing_are_refused(capsys, words, message):
 
 
 def test_every_kernel_of_ours_has_evidence_or_is_owed():
-    start = time.process_time()
-
-    results = coverage(load(OURS, planted())).results
-
-    assert [f"{r.backend} {r.case}: {r.note}" for r in results if r.verdict == "fail"] == []
-    assert time.process_time() - start < 5
-
-
-def test_coverage_needs_neither_triton_nor_git():
+    """In a process of its own, without Triton, git or much time."""
     script = (
-        "import sys; sys.modules['triton'] = None; from samebits.cli import main;"
-        "code = main(['check', 'determinism', '--list']);"
-        "sys.exit(code)"
+        "import sys, time, torch; sys.modules['triton'] = None; start = time.process_time();"
+        "from samebits.cli import main; code = main(['check', 'determinism', '--json']);"
+        "spent = time.process_time() - start;"
+        "sys.exit(f'{spent} s of a core' if spent > 5 else code)"
     )
-    command = [sys.executable, "-c", script]
     environment = env.for_child(PYTHONPATH=str(SOURCE), PATH="")
+    command = [sys.executable, "-c", script]
 
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
-    assert run.returncode == 0, run.stderr
-    assert "fused bf16 plain" in run.stdout
+    found = [json.loads(line) for line in run.stdout.splitlines()]
+    failed = [r for r in found if r["verdict"] == "fail"]
+    assert [f"{r['backend']} {r['case']}: {r['note']}" for r in failed] == []
+    assert run.returncode in (0, 3), run.stderr
+    assert any(r["case"].startswith("fused bf16 plain") for r in found)
 
 
 @pytest.mark.parametrize("text", ["[", "{}", '{"check": "parity", "format": 1}'])

@@ -129,7 +129,6 @@ def test_a_kernel_that_is_not_listed():
     ("make", "family"),
     [
         (layers._forward, "odd"),
-        (layers._backward, "plain"),
         (layers._backward, "fc1_input"),
         (layers._backward, "gpt-oss"),
         (layers._grouped, "plain"),

@@ -41,10 +41,11 @@ def test_staged_counts_tiles_and_launches() -> None:
     arithmetic = Rates(flop_per_ms=1e12, byte_per_ms=math.inf)
     one = [(None, torch.zeros(1, problem.K, dtype=torch.int64), None)]
 
-    assert staged_ms(problem, 1, one, cheap) == pytest.approx(4 * LAUNCH_MS)
+    assert staged_ms(problem, 1, one, cheap) == 4 * LAUNCH_MS
     # Eight slots of one expert are a tile of 64 rows.
     flop = 6 * 64 * problem.H * problem.F
-    assert staged_ms(problem, 1, one, arithmetic) == pytest.approx(4 * LAUNCH_MS + flop / 1e12)
+    found = staged_ms(problem, 1, one, arithmetic)
+    assert round(found, 9) == round(4 * LAUNCH_MS + flop / 1e12, 9)
 
 
 def test_the_fastest_peer_is_of_the_run_or_recorded_and_scaled() -> None:
@@ -59,8 +60,8 @@ def test_the_fastest_peer_is_of_the_run_or_recorded_and_scaled() -> None:
     speed = speed_of_this_machine([row])
     name, ms = best_peer(row, speed)
 
-    assert speed == pytest.approx(2.0)
-    assert (name, ms) == ("vllm (recorded)", pytest.approx(2 * min(record.values())))
+    assert speed == 2.0
+    assert (name, ms) == ("vllm (recorded)", 2 * min(record.values()))
     assert best_peer(row | {"routing": "zipf"}, speed)[0] == "torch grouped_mm"
     assert math.isnan(best_peer(row | {"routing": "zipf", "ms": {"fused": 0.3}}, speed)[1])
     assert math.isnan(speed_of_this_machine([]))

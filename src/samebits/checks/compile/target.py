@@ -73,7 +73,8 @@ def resolve(name: str, argument: str) -> Any:
     value: Any = _import(module_name, argument)
     for part in path.split("."):
         if not hasattr(value, part):
-            raise TargetError(f"{argument} {name!r}: {value!r} has no attribute {part!r}")
+            owner = value.__name__ if isinstance(value, ModuleType) else type(value).__name__
+            raise TargetError(f"{argument} {name!r}: {owner} has no attribute {part!r}")
         value = getattr(value, part)
     return value
 

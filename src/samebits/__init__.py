@@ -13,7 +13,7 @@ from samebits.problem import ProbPlacement as ProbPlacement
 from samebits.routing import Permutation as Permutation
 from samebits.routing import Routing as Routing
 from samebits.routing import RoutingRule as RoutingRule
+from samebits.warmup import warmup as warmup
 from samebits.weights import ExpertWeights as ExpertWeights
 from samebits.weights import Layout as Layout
 from samebits.weights import PostExpertNorm as PostExpertNorm
-from samebits.warmup import warmup as warmup

@@ -1,6 +1,7 @@
 """Recorded calls: what their kind is made of, and on which addresses they are repeated."""
 
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,3 +155,18 @@ def test_a_given_output_is_the_result(no_device: None) -> None:
     assert plan.play((x, None), other) is other
     assert kernel.calls[0][9:] == (x.data_ptr(), other.data_ptr())
     assert plan_of((x, None), given, [Launch(kernel, (1,), (x, given))], x) is None
+
+
+@pytest.mark.parametrize("op", ["permute", "indirect_gemm", "hidden_gradient", "weight_gradient"])
+def test_every_kernel_of_a_layer_is_recordable(op: str) -> None:
+    module = import_module(f"samebits.ops.{op}.kernel")
+    kernels = {name: value for name, value in vars(module).items() if name.endswith("_kernel")}
+
+    assert kernels
+    assert all(isinstance(kernel, launch.Recordable) for kernel in kernels.values()), kernels
+
+
+def test_the_kernel_between_grouped_products_is_recordable() -> None:
+    module = import_module("samebits.ops.activation.kernel")
+
+    assert isinstance(module._activation_forward_kernel, launch.Recordable)

@@ -24,14 +24,14 @@ def warmup(problem: Problem, tokens: Iterable[int], *, backend: str = "auto") ->
 
     Args:
         problem: The calls to come, for example ``Problem.parse("H=2048 F=768 E=128 K=8
-            dtype=bf16")``; with ``grad`` also their backward. Its device is the current one,
-            whatever it says, but "cpu" and another architecture are errors.
+            dtype=bf16")``; with ``grad`` also their backward. Its device may be left at "cpu";
+            kernels are compiled for the current GPU.
         tokens: Each T to come; T that share their tiles share kernels.
         backend: "auto", or the name of one backend.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: A token count is below 1, or the problem is of another device.
+        ValueError: A token count is below 1, or the problem names another architecture.
         UnsupportedError: This machine has no GPU to compile for, or no backend runs the problem.
 
     Determinism: no result.

@@ -4,10 +4,13 @@ import re
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from samebits import Activation, RoutingRule
+from samebits import Activation, ExpertWeights, Routing, RoutingRule, experts
 from samebits.arguments import read_bool, read_options, require_number
 from samebits.problem import ProbPlacement
+from samebits.testing.numerics import assert_bitwise_equal
 
 pytestmark = pytest.mark.reference
 
@@ -85,3 +88,16 @@ def test_names_are_text(kind: Any) -> None:
         RoutingRule(topk=1, score=kind)
     with pytest.raises(TypeError, match="placement must be a str"):
         ProbPlacement(kind)
+
+
+def test_compiled_code_may_make_an_activation() -> None:
+    weights = ExpertWeights(gate_up=torch.randn(3, 160, 48), down=torch.randn(3, 48, 80))
+
+    def call(x: Tensor, topk_ids: Tensor, topk_probs: Tensor) -> Tensor:
+        return experts(x, Routing(topk_ids, topk_probs), weights, Activation(limit=7.0))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+
+    arguments = (torch.randn(5, 48), torch.randint(0, 3, (5, 2)), torch.rand(5, 2))
+    assert_bitwise_equal(compiled(*arguments), call(*arguments))

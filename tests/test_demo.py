@@ -1,9 +1,13 @@
 """The demo's parts, small: they say what they measured, and ours is right in each."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from samebits import cli, demo
+from samebits import cli, demo, env
 from samebits.demo import language_model as lm
 
 pytestmark = pytest.mark.reference
@@ -41,6 +45,22 @@ def test_a_missing_compiler_is_not_run(capsys: pytest.CaptureFixture[str]) -> No
 def test_steps_are_counted_from_one(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--steps", steps]) == 2
     assert f"the number must be an int >= 1, got '{steps}'" in capsys.readouterr().err
+
+
+def test_the_example_serves_what_it_trained(tmp_path: Path) -> None:
+    script = Path(__file__).parent.parent / "examples" / "train_and_serve.py"
+    plot = tmp_path / "plot.png"
+
+    words = [sys.executable, str(script), "--steps", "3", "--plot", str(plot)]
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, env=env.for_child(OMP_NUM_THREADS="1")
+    )
+
+    assert done.returncode == 0, done.stderr
+    rows = {line.split("  ")[0]: line.split()[-1] for line in done.stdout.splitlines()[1:]}
+    assert rows["backend auto"] == "0"
+    assert float(rows["clamp dropped"]) > 0
+    assert plot.exists() or "no plot: matplotlib is not installed" in done.stderr
 
 
 def test_served_part_fails_where_bits_differ() -> None:

@@ -190,18 +190,33 @@ def test_gradient_at_the_bound_is_one_in_every_order(device: str) -> None:
         assert (dy != 0).all(), name
 
 
+STORING: dict[str, Callable[..., Tensor]] = {
+    "bias_swiglu_impl": lambda y, w, **keep: F.bias_swiglu_impl(y, None, **keep),
+    "bias_swiglu_impl-clamped": lambda y, w, **keep: F.bias_swiglu_impl(
+        y, None, clamp_value=500.0, **keep
+    ),
+    "weighted_bias_swiglu_impl": lambda y, w, **keep: F.weighted_bias_swiglu_impl(
+        y, None, w, **keep
+    ),
+    "weighted_bias_quick_geglu_impl": lambda y, w, **keep: F.weighted_bias_quick_geglu_impl(
+        y, None, w, **keep
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STORING)
 @pytest.mark.parametrize("device", DEVICES)
-def test_input_kept_in_fp8_saturates_and_changes_only_the_gradient(device: str) -> None:
-    y = inputs(device, torch.bfloat16)[0].reshape(6, -1)
-    y[0, 0] = 1000.0
+def test_input_kept_in_fp8_saturates_and_changes_only_the_gradient(device: str, name: str) -> None:
+    y, _, weights = inputs(device, torch.bfloat16)
+    y[0, 0, 0] = 1000.0
     kept = y.clone().requires_grad_()
     exact = y.clamp(-448, 448).to(torch.float8_e4m3fn).to(y.dtype).requires_grad_()
 
-    h = F.bias_swiglu_impl(kept, None, fp8_input_store=True)
+    h = STORING[name](kept, weights, fp8_input_store=True)
     h.sum().backward()
 
-    assert_bitwise_equal(h, F.swiglu(y))
-    F.swiglu(exact).sum().backward()
+    assert_bitwise_equal(h, STORING[name](y, weights))
+    STORING[name](exact, weights).sum().backward()
     assert kept.grad is not None
     assert exact.grad is not None
     assert_bitwise_equal(kept.grad, exact.grad)
@@ -344,13 +359,17 @@ import torch
 from samebits import functional as F
 def program(x, c):
     return F.clamped_swiglu(x * c, c + 0.125) * c + F.clamped_swiglu(x, c)
-compiled = torch.compile(program, fullgraph=True)
-for value in map(float, sys.argv[2:]):
-    leaves = [torch.full((1, 4), 0.75, device=sys.argv[1], requires_grad=True) for _ in "ab"]
-    outs = [f(leaf, value) for f, leaf in zip((program, compiled), leaves)]
-    assert torch.equal(*outs), value
-    grads = [torch.autograd.grad(out.sum(), leaf)[0] for out, leaf in zip(outs, leaves)]
-    assert torch.equal(*grads), value
+device = sys.argv[1]
+for dynamic, scalar in (
+    (None, float), (True, float), (True, lambda text: torch.tensor(float(text), device=device))
+):
+    compiled = torch.compile(program, fullgraph=True, dynamic=dynamic)
+    for value in map(scalar, sys.argv[2:]):
+        leaves = [torch.full((1, 4), 0.75, device=device, requires_grad=True) for _ in "ab"]
+        outs = [f(leaf, value) for f, leaf in zip((program, compiled), leaves)]
+        assert torch.equal(*outs), (dynamic, value)
+        grads = [torch.autograd.grad(out.sum(), leaf)[0] for out, leaf in zip(outs, leaves)]
+        assert torch.equal(*grads), (dynamic, value)
 """
 
 

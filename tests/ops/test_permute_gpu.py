@@ -1,16 +1,10 @@
 """What only a GPU shows of sort, permute and combine: large sorts, big offsets, graphs, syncs."""
 
-import os
-import shutil
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
 from permute_cases import Case, Launchers, choose, flatten, make_operands
-from samebits import env
 from samebits.ops.permute import combine, permute, reference, sort_slots
 from samebits.ops.permute.tuning import FEW_SLOTS, candidates
 from samebits.testing.numerics import assert_bitwise_equal
@@ -194,39 +188,6 @@ def test_compiled_whole_on_a_gpu() -> None:
             results.append([out.detach(), *torch.autograd.grad(out.sum(), [x, probs])])
         for ours, expected in zip(results[1], results[0], strict=True):
             assert_bitwise_equal(ours, expected)
-
-
-SMALL_CALLS = """
-import torch
-from samebits.ops.permute import combine, permute, sort_slots
-
-for tokens in (5, 3000):
-    ids = torch.arange(3 * tokens, device="cuda").view(tokens, 3) % 11 - 1
-    m = sort_slots(ids, 9, block_r=16)
-    x = torch.ones(tokens, 200, device="cuda", requires_grad=True)
-    probs = torch.ones(tokens, 3, device="cuda", requires_grad=True)
-    rows = permute(x, m.inverse, 3, probs, offsets=m.offsets)
-    combine(rows, m.inverse, 3, probs, offsets=m.offsets).sum().backward()
-torch.cuda.synchronize()
-"""
-
-
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_compute_sanitizer_finds_nothing(tool: str) -> None:
-    # 9001 slots: the launches for many as well as for few.
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-    environment = env.for_child(
-        PYTHONPATH=os.pathsep.join(path for path in sys.path if path),
-        PYTORCH_NO_CUDA_MEMORY_CACHING="1",
-    )
-
-    done = subprocess.run(
-        [*command, sys.executable, "-c", SMALL_CALLS],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-    assert done.returncode == 0, done.stdout
 
 
 def test_fp64_on_a_gpu_is_refused() -> None:

@@ -29,14 +29,12 @@ class _Described:
 
 
 class _Place(NamedTuple):
-    """Where an argument of a launch comes from."""
+    """Where a pointer among the arguments of a launch comes from."""
 
     argument: int
     # Index into the addresses of a call: its tensors, then the workspace, then the output.
     source: int
     offset: int
-    # The descriptor to move there; None for a pointer.
-    described: _Described | None
 
 
 class _Step(NamedTuple):
@@ -47,7 +45,9 @@ class _Step(NamedTuple):
     function: Any
     metadata: Any
     arguments: tuple[Any, ...]
-    places: tuple[_Place, ...]
+    pointers: tuple[_Place, ...]
+    # Descriptors, with the place of what they describe.
+    descriptors: tuple[tuple[_Place, _Described], ...]
 
 
 class Plan(NamedTuple):
@@ -68,18 +68,17 @@ class Plan(NamedTuple):
         x = tensors[0]
         assert x is not None
         if out is None:
-            out = torch.empty(x.shape, dtype=self.out_dtype, device=x.device)
-        workspace = torch.empty(self.workspace, dtype=torch.uint8, device=x.device)
+            out = x.new_empty(x.shape, dtype=self.out_dtype)
+        workspace = x.new_empty(self.workspace, dtype=torch.uint8)
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
         addresses += (workspace.data_ptr(), out.data_ptr())
         stream = self.stream_of(x.get_device())
-        for run, grid, function, metadata, template, places in self.steps:
+        for run, grid, function, metadata, template, pointers, descriptors in self.steps:
             arguments: list[Any] = list(template)
-            for argument, source, offset, described in places:
-                address = addresses[source] + offset
-                arguments[argument] = (
-                    address if described is None else _Described(address, described)
-                )
+            for argument, source, offset in pointers:
+                arguments[argument] = addresses[source] + offset
+            for (argument, source, offset), like in descriptors:
+                arguments[argument] = _Described(addresses[source] + offset, like)
             # As a JIT function calls it once it has found the kernel (Triton 3.4 to 3.9); without
             # the hooks of profilers.
             run(*grid, stream, function, metadata, None, None, None, *arguments)
@@ -105,7 +104,7 @@ def plan_of(
     finder = _Finder(tensors, out)
     steps = []
     for compiled, grid, arguments in launches:
-        places = []
+        pointers, descriptors = [], []
         for index, argument in enumerate(arguments):
             described = hasattr(argument, "block_shape")
             tensor = argument.base if described else argument
@@ -114,12 +113,16 @@ def plan_of(
             found = finder.find(tensor)
             if found is None:
                 return None
-            places.append(_Place(index, *found, _Described(0, argument) if described else None))
-        moved = {place.argument for place in places}
+            place = _Place(index, *found)
+            if described:
+                descriptors.append((place, _Described(0, argument)))
+            else:
+                pointers.append(place)
+        moved = {place.argument for place in (*pointers, *(place for place, _ in descriptors))}
         template = tuple(None if i in moved else a for i, a in enumerate(arguments))
         whole = (*grid, 1, 1)[:3]
         handles = (compiled.run, whole, compiled.function, compiled.packed_metadata)
-        steps.append(_Step(*handles, template, tuple(places)))
+        steps.append(_Step(*handles, template, tuple(pointers), tuple(descriptors)))
     if given is not None and out is not given:
         return None
     return Plan(tuple(steps), finder.workspace, out.dtype, *device_queries())

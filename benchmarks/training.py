@@ -205,6 +205,15 @@ def line(row, speed):
     )
 
 
+def write(path, rows):
+    about = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "triton": env.version_of("triton"), "kernels": kernel_hash(),
+        "speed": speed_of_this_machine(rows),
+    }  # fmt: skip
+    path.write_text(json.dumps(about | {"rows": rows}, indent=0) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default=",".join(MODELS))
@@ -232,6 +241,7 @@ def main():
                     peers = [] if options or routing != "uniform" else args.peers.split(",")
                     row = measure(shape, tokens, routing, options, weights, peers)
                     rows.append(row)
+                    write(args.out, rows)
                     print(line(row, speed_of_this_machine(rows)), flush=True)
             del weights
             torch.cuda.empty_cache()
@@ -245,13 +255,7 @@ def main():
     print(f"fraction of floor {mean([r['floor_ms'] / r['ms']['fused'] for r in plain]):.3f}")
     ratios = [r["ms"]["fused"] / best_peer(r, speed)[1] for r in plain]
     print(f"over the best peer {mean(ratios):.3f}, worst {max(ratios):.2f}")
-    about = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "triton": env.version_of("triton"), "kernels": kernel_hash(), "speed": speed,
-        "seconds": round(time.time() - began),
-    }  # fmt: skip
-    args.out.write_text(json.dumps(about | {"rows": rows}, indent=0) + "\n")
-    print(f"{about['seconds']} s; rows in {args.out}")
+    print(f"{round(time.time() - began)} s; rows in {args.out}")
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ def _timed_here(asked: list[str] | None) -> list[str]:
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """Run what the command line asks for; print, write and return the rows."""
-    device, tiny = arguments.device, arguments.tiny
+    ops, device, tiny = _timed_here(arguments.op), arguments.device, arguments.tiny
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device here; --device cpu --tiny shows only that everything runs")
     shapes = _shapes(arguments.shapes, tiny)
@@ -215,7 +215,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     path = arguments.out / f"{stamp}-{device}.jsonl"
     written: list[Row] = []
     with path.open("a") as file, torch.no_grad():
-        for op in _timed_here(arguments.op):
+        for op in ops:
             module = importlib.import_module(f"ops.{op}")
             extra = origin | {"source_hash": source_hash(op)}
             print(f"\n{op}", flush=True)

@@ -132,6 +132,21 @@ def test_every_gradient_within_budget(dtype: str, tokens: int, storage: Orientat
     assert not {name: str(j) for name, j in judgements.items() if not j.passed}
 
 
+@STORAGE
+@pytest.mark.parametrize("sizes", [(1, 4), (4, 1), (1, 8), (8, 1), (8, 2), (12, 4)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_sizes_that_the_grouped_product_of_torch_refuses(
+    dtype: str, sizes: tuple[int, int], storage: Orientation
+) -> None:
+    problem = replace(SMALL, H=sizes[0], F=sizes[1], dtype=dtype, grad=True)
+    inputs = make_inputs(problem, 2)
+    inputs = replace(inputs, weights=inputs.weights.to_storage(storage))
+
+    judgements = judge_all(problem, inputs, run(problem, inputs, "grouped"))
+
+    assert not {name: str(j) for name, j in judgements.items() if not j.passed}
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
 @pytest.mark.parametrize("placement", list(ProbPlacement))
 def test_gradients_through_the_norm(placement: ProbPlacement, dtype: str) -> None:

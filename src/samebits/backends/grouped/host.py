@@ -189,8 +189,9 @@ def _takes_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     if x.dtype == torch.float64 or x.stride(-1) != 1 or 1 not in weight.stride()[1:]:
         return False
     elements = _ALIGNMENT // x.element_size()
-    strides = (x.stride(0), *weight.stride())
-    aligned = all(stride == 1 or stride % elements == 0 for stride in strides)
+    # Sizes too: in a matrix of one row or column torch checks a stride of 1.
+    strides = [stride for stride in (x.stride(0), *weight.stride()) if stride != 1]
+    aligned = all(extent % elements == 0 for extent in (*strides, *weight.shape[1:]))
     return aligned and all(t.data_ptr() % _ALIGNMENT == 0 for t in (x, weight))
 
 

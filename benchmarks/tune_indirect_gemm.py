@@ -133,14 +133,9 @@ class Case:
 
     def second(self, which, config, h):
         _, slots, _ = self.sets[which]
+        table = self.tiles(which, config.block_r)
         return launch_second_projection(
-            h[which],
-            slots,
-            self.tiles(which, config.block_r),
-            self.weights.down,
-            None,
-            None,
-            config,
+            h[which], slots, table, self.weights.down, None, None, config
         )
 
 
@@ -239,17 +234,9 @@ def compile_share(index, count):
         slots = permutation.slots.int()
         try:
             h, _ = launch_first_projection(
-                x,
-                slots,
-                table,
-                small,
-                ACTIVATION,
-                None,
-                config,
-                topk=problem.K,
-                gather=True,
-                save=False,
-            )
+                x, slots, table, small, ACTIVATION, None, config,
+                topk=problem.K, gather=True, save=False,
+            )  # fmt: skip
             launch_second_projection(h, slots, table, small.down, None, None, config)
         except triton.runtime.errors.OutOfResources:
             continue

@@ -140,8 +140,7 @@ class Case:
 
 
 def short(c):
-    form = "swap" if c.swap else "rows"
-    path = "" if c.tma else " pointers"
+    form, path = "swap" if c.swap else "rows", "" if c.tma else " pointers"
     tile = f"{c.block_r}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages} g{c.group}"
     return f"{form} {tile}{path}"
 

@@ -35,7 +35,7 @@ def test_nothing_was_missed_and_nothing_reported_falsely(path):
     assert [row for row in record["rows"] if row["verdict"] in BAD] == []
 
 
-@pytest.mark.parametrize("group", ["battery", "families"])
+@pytest.mark.parametrize("group", ["battery", "families", "clean"])
 def test_the_record_of_the_pinned_torch_is_whole(group):
     found = rows(RESULTS / "stale-cpu-torch-2.13.0.json", group)
 

@@ -71,8 +71,11 @@ def _hook_keys(detectors: Detectors) -> bool:
         return False
 
     def autograd_cache_key(module: Any, *args: Any, **kwargs: Any) -> Any:
+        # Raises for a graph that this cache refuses: what is not saved forgets no guard.
+        detectors._takes_float = False
+        key = plain(module, *args, **kwargs)
         detectors._takes_float = _takes_float(module)
-        return plain(module, *args, **kwargs)
+        return key
 
     autograd_cache.autograd_cache_key = autograd_cache_key  # type: ignore[assignment]
     return True

@@ -281,7 +281,6 @@ def _check_routing(routing: Routing, x: Tensor) -> None:
 
 def check_count(num_valid_tokens: Tensor, x: Tensor) -> None:
     """Raise unless ``num_valid_tokens`` is a ``(1,)`` int32 tensor on the device of ``x``."""
-    """Raise unless ``num_valid_tokens`` is a ``(1,)`` int32 tensor on the device of ``x``."""
     if not isinstance(num_valid_tokens, Tensor) or num_valid_tokens.dtype != torch.int32:
         actual = getattr(num_valid_tokens, "dtype", type(num_valid_tokens).__name__)
         raise TypeError(must("num_valid_tokens", "be an int32 tensor", actual))

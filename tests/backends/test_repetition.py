@@ -157,6 +157,31 @@ def test_a_given_output_is_the_result(no_device: None) -> None:
     assert plan_of((x, None), given, [Launch(kernel, (1,), (x, given))], x) is None
 
 
+def test_input_and_output_of_one_storage_move_apart(no_device: None) -> None:
+    x, given = torch.zeros(4, 16).split(2)
+    kernel = _Kernel()
+    plan = plan_of((x,), given, [Launch(kernel, (1,), (x, given))], given)
+    moved_given, _, moved_x = torch.zeros(6, 16).split(2)
+
+    assert plan is not None
+    plan.play((moved_x,), moved_given)
+    assert kernel.calls[0][9:] == (moved_x.data_ptr(), moved_given.data_ptr())
+
+
+def test_autograd_hears_of_a_repeated_write(
+    no_device: None, request_: repetition.Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_._replace(out=torch.zeros(2, 16))
+    plan = plan_of(request.tensors, request.out, [], request.out)
+    assert plan is not None
+    # On a CPU, get_device() is -1 for both.
+    monkeypatch.setitem(repetition._PLANS, ("key",), plan)
+    before = request.out._version
+
+    assert repetition.repeat(("key",), request) is request.out
+    assert request.out._version > before
+
+
 @pytest.mark.parametrize("op", ["permute", "indirect_gemm", "hidden_gradient", "weight_gradient"])
 def test_every_kernel_of_a_layer_is_recordable(op: str) -> None:
     module = import_module(f"samebits.ops.{op}.kernel")

@@ -132,25 +132,23 @@ class _Finder:
     """Say where a tensor of a recorded call lies: in an input, the workspace or the output."""
 
     def __init__(self, tensors: Sequence[Tensor | None], out: Tensor) -> None:
-        self.inputs = [
+        self.workspace_index = len(tensors)
+        self.given = [
             (index, t.untyped_storage().data_ptr(), t.data_ptr())
-            for index, t in enumerate(tensors)
+            for index, t in (*enumerate(tensors), (self.workspace_index + 1, out))
             if t is not None
         ]
-        self.workspace_index = len(tensors)
-        self.out = out
         self.workspace = 0
         # Storage address -> offset in the workspace. The recorded launches keep storages alive.
         self.buffers: dict[int, int] = {}
 
     def find(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return (source, offset), or None where two inputs could be meant."""
+        """Return (source, offset), or None where two tensors of the call could be meant."""
         storage, address = tensor.untyped_storage(), tensor.data_ptr()
         start = storage.data_ptr()
-        if start == self.out.untyped_storage().data_ptr():
-            return self.workspace_index + 1, address - self.out.data_ptr()
-        if any(start == other for _, other, _ in self.inputs):
-            exact = [index for index, _, place in self.inputs if place == address]
+        if any(start == other for _, other, _ in self.given):
+            # Callers may cut inputs and output from one storage, and next time from others.
+            exact = [index for index, _, place in self.given if place == address]
             return (exact[0], 0) if len(exact) == 1 else None
         if start not in self.buffers:
             self.buffers[start] = self.workspace

@@ -129,7 +129,14 @@ def repeat(key: Key, request: Request) -> Tensor | None:
     plan = _PLANS.get(key)
     if plan is None or plan.current_device() != request.x.get_device():
         return None
-    return plan.play(request.tensors, request.out)
+    return _written(request, plan.play(request.tensors, request.out))
+
+
+def _written(request: Request, out: Tensor) -> Tensor:
+    """Return ``out``; autograd hears of the caller's buffer, which no operator wrote."""
+    if request.out is not None:
+        torch.autograd.graph.increment_version(request.out)
+    return out
 
 
 def is_recorded(key: Key) -> bool:
@@ -177,4 +184,4 @@ def record(key: Key, request: Request, function: Callable[[], Tensor]) -> Tensor
         forget()
     repeatable = made.complete and not watch.others
     _PLANS[key] = plan_of(request.tensors, request.out, made.launches, out) if repeatable else None
-    return out
+    return _written(request, out)

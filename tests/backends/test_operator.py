@@ -3,6 +3,10 @@
 import pytest
 import torch
 
+from samebits import Activation, Layout, ProbPlacement
+from samebits.backends import operator
+from samebits.backends.call import DIFFERENTIABLE, Call
+from samebits.backends.options import Options
 from samebits.errors import UnsupportedError
 from samebits.experts import experts
 from samebits.testing.cases import CASES
@@ -41,3 +45,30 @@ def test_operators_pass_opcheck() -> None:
     torch.library.opcheck(
         torch.ops.samebits.experts_forward.default, (*tensors, options, problem.E, 0, True)
     )
+
+
+@pytest.mark.parametrize("backend", ["grouped", "reference"])
+def test_gradients_have_the_strides_that_the_compiler_is_told(backend: str) -> None:
+    """Tensors in storage that no backend would choose: columns first, rows of a wider buffer."""
+    tokens, topk, num_experts, hidden, columns = 5, 2, 3, 8, 6
+    call = Call(
+        x=torch.randn(tokens, 2 * hidden)[:, :hidden],
+        topk_ids=torch.zeros(topk, tokens, dtype=torch.int64).T,
+        topk_probs=torch.rand(topk, tokens).T,
+        gate_up=torch.randn(num_experts, hidden, 2 * columns).transpose(1, 2),
+        down=torch.randn(num_experts, columns, hidden).transpose(1, 2),
+        gate_up_bias=torch.randn(2 * columns, num_experts).T,
+        down_bias=torch.randn(hidden, num_experts).T,
+        norm_scale=None,
+        num_valid_tokens=None,
+    )
+    options = Options(Activation(), ProbPlacement.FC2_OUTPUT, Layout(), None, None, backend)
+    _, z = torch.ops.samebits.experts_forward(*call[:9], options.text, num_experts, 0, True)
+    wanted = [getattr(call, name) is not None for name in DIFFERENTIABLE]
+    arguments = (*call[:9], z, torch.rand(tokens, hidden), options.text, num_experts, 0, wanted)
+
+    gradients = torch.ops.samebits.experts_backward(*arguments)
+
+    promised = operator._backward_fake(*arguments)
+    assert [g.stride() for g in gradients] == [g.stride() for g in promised]
+    assert gradients[1].stride() == (1, tokens)

@@ -190,7 +190,21 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     module = choose(options.backend, problem)
     with outside_autocast(call.x.device), on_device(call.x.device):
         grads: Gradients = module.backward(problem, call, z, dout, tuple(wanted))
-    return tuple(call.x.new_empty(0) if g is None else g for g in grads)
+    tensors = [getattr(call, name) for name in DIFFERENTIABLE]
+    return tuple(
+        call.x.new_empty(0) if g is None else _laid_out(g, t)
+        for g, t in zip(grads, tensors, strict=True)
+    )
+
+
+def _laid_out(grad: Tensor, tensor: Tensor) -> Tensor:
+    """Return ``grad`` with the strides that the fake operator promised to the compiler."""
+    if grad.stride() == tensor.stride():
+        return grad
+    promised = torch.empty_like(tensor, device="meta").stride()
+    if grad.stride() == promised:
+        return grad
+    return grad.new_empty_strided(tensor.shape, promised).copy_(grad)
 
 
 @torch.library.register_fake("samebits::experts_backward")  # type: ignore[untyped-decorator]

@@ -1,6 +1,8 @@
 """The command line: what it prints where, its exit codes, and what a command imports."""
 
+import argparse
 import json
+import os
 import subprocess
 import sys
 
@@ -67,6 +69,46 @@ def test_a_command_imports_neither_frameworks_nor_other_checks() -> None:
     )
 
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "unbuffered", "code"),
+    [
+        # All was written to the buffer: the verdict is known.
+        (["env", "--json"], "", 0),
+        # Python wrote at once: the command stopped before it came to a verdict.
+        (["env", "--json"], "1", 141),
+    ],
+)
+def test_a_reader_that_closes_the_pipe_gets_no_noise(
+    words: list[str], unbuffered: str, code: int
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "samebits", *words],
+        env=env.for_child(PYTHONPATH=":".join(filter(None, sys.path)), PYTHONUNBUFFERED=unbuffered),
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_foreign_code_that_exits_passes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave(arguments: argparse.Namespace) -> int:
+        raise SystemExit(0)
+
+    monkeypatch.setattr(cli, "_env", leave)
+
+    assert cli.main(["env"]) == 2
+    assert "sys.exit(0) ended the command" in capsys.readouterr().err
 
 
 def test_env_prints_the_bits_key_and_the_variables_in_effect(

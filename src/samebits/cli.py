@@ -6,6 +6,7 @@ Commands are modules with ``add_arguments(parser)`` and ``main(arguments) -> int
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -14,7 +15,7 @@ from types import ModuleType
 from samebits import env
 from samebits._version import __version__
 from samebits.checks import CHECKS
-from samebits.checks.result import EXIT_CODES, plain_table
+from samebits.checks.result import EXIT_CODES, USAGE, plain_table
 
 # Command -> module, imported when it is chosen.
 COMMANDS: Mapping[str, str] = {
@@ -34,6 +35,9 @@ _QUESTIONS = {
 
 Main = Callable[[argparse.Namespace], int]
 
+# As a shell reports SIGINT and SIGPIPE: the command has come to no verdict.
+_INTERRUPTED, _CLOSED_PIPE = 130, 141
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 passed, 1 failed, 2 usage, 3 nothing run.
@@ -45,14 +49,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, command = _parser(words)
     try:
         arguments = parser.parse_args(words)
-        return command(arguments)
     except SystemExit as stop:  # argparse has printed why
         return stop.code if isinstance(stop.code, int) else 0
+    code = _CLOSED_PIPE
+    try:
+        code = command(arguments)
+        sys.stdout.flush()
     except BrokenPipeError:  # the reader of a pipe has seen enough
-        sys.stderr.close()
-        return 0
+        # The interpreter flushes what is left when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except SystemExit as stop:  # of foreign code, whose exit code is no verdict
+        print(f"samebits: sys.exit({stop.code!r}) ended the command", file=sys.stderr)
+        return USAGE
     except KeyboardInterrupt:
-        return 130
+        return _INTERRUPTED
+    return code
 
 
 def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Main]:

@@ -22,6 +22,10 @@ pytestmark = pytest.mark.reference
 CPU = torch.device("cpu")
 
 
+class _OwnError(Exception):
+    """As libraries define them: derived from nothing that Python raises itself."""
+
+
 def _judge(function: Callable[..., Tensor], case: str = "gpt-oss-whole") -> Result:
     return judge_case(Subject("it", function, lambda problem: None), case, CASES[case], CPU, 7)
 
@@ -149,9 +153,11 @@ def test_an_output_of_the_wrong_kind_fails(change: Callable[[Tensor], Tensor], n
         (ImportError("no module"), "not_run"),
         (RuntimeError("crashed"), "fail"),
         (TypeError("wrong"), "fail"),
+        (_OwnError("of its own making"), "fail"),
+        (SystemExit("gone"), "fail"),
     ],
 )
-def test_errors_of_the_function(error: Exception, verdict: str) -> None:
+def test_errors_of_the_function(error: BaseException, verdict: str) -> None:
     def function(*arguments: Any, **options: Any) -> Tensor:
         raise error
 
@@ -198,18 +204,18 @@ def test_the_command_judges_our_backends(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_nothing_that_could_run_is_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["check", "parity", "--case", "norm", "--backend", "grouped", "--device", "cpu"]
+    command = ["check", "parity", "--case", "norm", "--backend", "fused", "--device", "cpu"]
 
     assert cli.main(command) == 3
-    assert "post-expert norm" in capsys.readouterr().out
+    assert "needs an NVIDIA GPU" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere"], "TARGET must look like module:function, got 'nowhere'"),
+        (["nowhere"], "TARGET must look like package.module:function, got 'nowhere'"),
         (["no_such_module:f"], "No module named 'no_such_module'"),
-        (["math:f"], "TARGET must name something in math, got 'math:f'"),
+        (["math:f"], "TARGET 'math:f': math has no attribute 'f'"),
         (["math:pi"], "TARGET must name a function, got a float"),
         (["math:sqrt", "--backend", "grouped"], "--backend and TARGET exclude each other"),
         (["--device", "bogus"], "--device must be a torch device, got 'bogus'"),
@@ -223,6 +229,31 @@ def test_usage_errors(words: list[str], message: str, capsys: pytest.CaptureFixt
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("def (", "SyntaxError: invalid syntax"),
+        ("class Own(Exception): pass\nraise Own('so')", "Own: so"),
+        ("def __getattr__(name): raise OSError('lazy')", "does_not_import.f raises OSError: lazy"),
+    ],
+)
+def test_a_module_that_does_not_import_is_a_usage_error(
+    source: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "does_not_import.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "does_not_import", raising=False)
+
+    assert cli.main(["check", "parity", "does_not_import:f"]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_load_follows_attributes() -> None:

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -36,6 +34,7 @@ from samebits.checks.result import (
     print_results,
     tracked,
 )
+from samebits.checks.target import resolve
 from samebits.errors import must
 from samebits.experts import experts
 from samebits.problem import DTYPES, Problem
@@ -97,7 +96,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         device = env.default_device() if arguments.device is None else _device(arguments.device)
         subjects = _subjects(arguments.target, arguments.backend)
-    except (TypeError, ValueError, ImportError) as error:
+    except (TypeError, ValueError) as error:
         print(f"samebits check parity: {error}", file=sys.stderr)
         return USAGE
     with _one_thread():
@@ -242,24 +241,14 @@ def load(target: str) -> ExpertsFunction:
     """Return the function that ``module:function`` names; the working directory is searched first.
 
     Raises:
-        ValueError: ``target`` has another form, or names nothing.
+        TargetError: ``target`` has another form, names nothing, or its module does not import.
         TypeError: What it names cannot be called.
-        ImportError: The module cannot be imported.
     """
-    path, _, attributes = target.partition(":")
-    if not path or not attributes:
-        raise ValueError(must("TARGET", "look like module:function", repr(target)))
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    found: object = import_module(path)
-    for name in attributes.split("."):
-        if not hasattr(found, name):
-            raise ValueError(must("TARGET", f"name something in {path}", repr(target)))
-        found = getattr(found, name)
+    found = resolve(target, "TARGET")
     if not callable(found):
         raise TypeError(must("TARGET", "name a function", f"a {type(found).__name__}"))
-    return found
+    function: ExpertsFunction = found
+    return function
 
 
 def _unbindable(function: ExpertsFunction, problem: Problem) -> str | None:

@@ -13,19 +13,9 @@ from samebits import env
 Verdict = Literal["pass", "fail", "unsupported", "not_run"]
 VERDICTS: tuple[Verdict, ...] = ("pass", "fail", "unsupported", "not_run")
 
-# Exceptions that foreign code raises; anything else (interrupts, memory) stops the check.
-FOREIGN_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+# What foreign code raises: exceptions of its own making too, and ``sys.exit``, which would end the
+# check with the exit code of a pass. An interrupt stops the check.
+FOREIGN_ERRORS: tuple[type[BaseException], ...] = (Exception, SystemExit)
 
 _Item = TypeVar("_Item")
 

@@ -1,20 +1,19 @@
 """What is audited: a callable and a factory of its inputs, found again in every process by name."""
 
-import importlib
-import importlib.util
 import inspect
-import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from samebits.checks.compile.transport import unpack
 from samebits.checks.result import FOREIGN_ERRORS
+from samebits.checks.target import TargetError as TargetError
+from samebits.checks.target import import_foreign
+from samebits.checks.target import resolve as resolve
 from samebits.errors import must
 
 Inputs = tuple[Sequence[Any], dict[str, Any]]
@@ -23,10 +22,6 @@ Factory = Callable[..., Inputs]
 SEED = 1234
 _GUESSED_SHAPE = (4, 8)
 _GUESSED_NUMBERS: Mapping[type, object] = {float: 0.75, int: 2, bool: False}
-
-
-class TargetError(ValueError):
-    """The target or its inputs cannot be used; the message says what is wrong with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,39 +50,10 @@ def load(target: Target) -> tuple[Callable[..., Any], Factory]:
         raise TargetError(must("TARGET", "name a callable", type(function).__name__))
     if target.inputs is not None:
         return function, resolve(target.inputs, "--inputs")
-    beside = getattr(_import(target.name.partition(":")[0], "TARGET"), "make_inputs", None)
+    beside = getattr(import_foreign(target.name.partition(":")[0], "TARGET"), "make_inputs", None)
     if beside is not None:
         return function, beside
     return function, lambda: guess_inputs(function)
-
-
-def resolve(name: str, argument: str) -> Any:
-    """Return the object that ``module:attribute.attribute`` names.
-
-    Raises:
-        TargetError: The form is wrong, the module does not import, or has no such attribute.
-    """
-    module_name, colon, path = name.partition(":")
-    if not colon or not module_name or not path:
-        raise TargetError(must(argument, "look like package.module:function", repr(name)))
-    value: Any = _import(module_name, argument)
-    for part in path.split("."):
-        if not hasattr(value, part):
-            owner = value.__name__ if isinstance(value, ModuleType) else type(value).__name__
-            raise TargetError(f"{argument} {name!r}: {owner} has no attribute {part!r}")
-        value = getattr(value, part)
-    return value
-
-
-def _import(name: str, argument: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        return importlib.import_module(name)
-    except FOREIGN_ERRORS as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise TargetError(f"{argument}: module {name!r} does not import: {reason}") from error
 
 
 def make(factory: Factory, *, second_shape: bool = False) -> Inputs:

@@ -8,19 +8,9 @@ from typing import Any
 from unittest import mock
 
 from samebits.checks.determinism.variant import Variant
-from samebits.checks.result import FOREIGN_ERRORS
 
 # Kernel -> flags and options of each launch.
 Launches = dict[str, list[dict[str, Any]]]
-
-
-def foreign_errors() -> tuple[type[Exception], ...]:
-    """Return what foreign calls raise, Triton's own errors among them where it is installed."""
-    if find_spec("triton") is None:
-        return FOREIGN_ERRORS
-    from triton.errors import TritonError
-
-    return (*FOREIGN_ERRORS, TritonError)
 
 
 @contextmanager

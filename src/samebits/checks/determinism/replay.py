@@ -17,9 +17,10 @@ from torch import Tensor
 
 from samebits.checks.compile.compare import named_tensors
 from samebits.checks.determinism.evidence import Record
-from samebits.checks.determinism.launches import foreign_errors, mismatch, observed
+from samebits.checks.determinism.launches import mismatch, observed
 from samebits.checks.determinism.memory import digest, filled, first_difference, same
 from samebits.checks.determinism.variant import Variant
+from samebits.checks.result import FOREIGN_ERRORS
 
 # All bytes 0xFF: NaN in every float, -1 in every integer.
 _FILL = 0xFF
@@ -113,7 +114,7 @@ def replay(
             note = "it returns no tensors"
         if not note:
             tally = _replays(variant, call, first.kept(), device, replays)
-    except foreign_errors() as error:
+    except FOREIGN_ERRORS as error:
         text = str(error).partition("\n")[0][:200]
         note = f"{type(error).__name__}: {text}"
     return Record(

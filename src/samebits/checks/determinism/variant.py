@@ -111,7 +111,7 @@ def _module(file: Path) -> Any:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (*FOREIGN_ERRORS, SyntaxError) as error:
+    except FOREIGN_ERRORS as error:
         raise RegistryError(f"{file} does not load: {type(error).__name__}: {error}") from error
     return module
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from samebits import env
-from samebits.checks.determinism.launches import foreign_errors
 from samebits.checks.determinism.memory import digest
 from samebits.checks.determinism.planted import planted
 from samebits.checks.determinism.replay import SEED, run
 from samebits.checks.determinism.variant import load
+from samebits.checks.result import FOREIGN_ERRORS
 
 _CALLS = 3
 
@@ -32,7 +32,7 @@ def main(registry: str, job: str, out: str) -> None:
                 torch.manual_seed(SEED)
                 call = variants[name].prepare(device)
                 found = [digest(run(call).results) for _ in range(_CALLS)]
-            except foreign_errors() as error:
+            except FOREIGN_ERRORS as error:
                 text = str(error).partition("\n")[0][:200]
                 print(f"{name}: {type(error).__name__}: {text}", file=sys.stderr)
                 continue

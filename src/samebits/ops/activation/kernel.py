@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from samebits.activation import Activation
+from samebits.ops._triton.chunks import CHUNK, chunk_of_program, chunks_of_expert
 from samebits.ops._triton.columns import load_gate_up, store_gate_up
 from samebits.ops._triton.launch import recordable
 from samebits.ops._triton.rows import expert_of_row, sum_ascending, sum_of_64_columns
@@ -34,9 +35,6 @@ from samebits.ops.activation.tiles import (
 )
 from samebits.ops.activation.tuning import Config, backward_heuristic, forward_heuristic
 from samebits.weights import Layout
-
-# Rows per chunk of a bias gradient: part of its bits, not a tuning choice.
-CHUNK = 64
 
 
 @triton.jit
@@ -222,24 +220,6 @@ def _activation_backward_kernel(
         tl.store(dp_ptr + rows, sum_ascending(row_starts, rows < live, partials), mask=rows < live)
 
 
-@triton.jit
-def _chunk_of_program(
-    offsets_ptr, chunk, live, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Return ``(expert, first row, end row)`` of a chunk; an empty range past the last chunk."""
-    experts = tl.arange(0, EXPERTS_POW2)
-    known = experts < EXPERTS
-    starts = tl.minimum(tl.load(offsets_ptr + experts, mask=known, other=0).to(tl.int64), live)
-    ends = tl.minimum(tl.load(offsets_ptr + experts + 1, mask=known, other=0).to(tl.int64), live)
-    chunks = tl.where(known, (ends - starts + CHUNK - 1) // CHUNK, 0)
-    last = tl.cumsum(chunks, 0)
-    mine = known & (last > chunk) & (last - chunks <= chunk)
-    expert = tl.sum(tl.where(mine, experts, 0), 0)
-    first = tl.sum(tl.where(mine, starts + (chunk - (last - chunks)) * CHUNK, 0), 0)
-    end = tl.sum(tl.where(mine, ends, 0), 0)
-    return expert, first, tl.minimum(first + CHUNK, end)
-
-
 @triton.jit(do_not_specialize=["R"])
 def _activation_bias_backward_kernel(
     dh_ptr, stride_dr, z_ptr, stride_zr, bias_ptr, probs_ptr,
@@ -260,7 +240,7 @@ def _activation_bias_backward_kernel(
         expert, first = 0, chunk * CHUNK
         end = tl.minimum(first + CHUNK, live)
     else:
-        expert, first, end = _chunk_of_program(
+        expert, first, end = chunk_of_program(
             offsets_ptr, chunk, live, EXPERTS, EXPERTS_POW2, CHUNK
         )
 
@@ -330,14 +310,7 @@ def _sum_chunks_kernel(
         start = tl.zeros([], tl.int64)
         end = tl.cdiv(live, CHUNK)
     else:
-        experts = tl.arange(0, EXPERTS_POW2)
-        known = experts <= expert
-        starts = tl.load(offsets_ptr + experts, mask=known, other=0).to(tl.int64)
-        ends = tl.load(offsets_ptr + experts + 1, mask=known, other=0).to(tl.int64)
-        sizes = tl.minimum(ends, live) - tl.minimum(starts, live)
-        chunks = tl.where(known, (sizes + CHUNK - 1) // CHUNK, 0)
-        end = tl.sum(chunks, 0)
-        start = end - tl.sum(tl.where(experts == expert, chunks, 0), 0)
+        start, end = chunks_of_expert(offsets_ptr, expert, live, EXPERTS_POW2, CHUNK)
 
     total = tl.zeros([BLOCK], tl.float32)
     for chunk in range(start, end):

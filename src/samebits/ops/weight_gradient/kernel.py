@@ -85,7 +85,7 @@ def _chunk_sums_kernel(
     EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0).to(tl.int64)
-    _, first, end = chunk_of_program(offsets_ptr, chunk, EXPERTS, EXPERTS_POW2, CHUNK)
+    _, first, end = chunk_of_program(offsets_ptr, chunk, None, EXPERTS, EXPERTS_POW2, CHUNK)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < N
     total = tl.zeros((BLOCK,), tl.float32)
@@ -106,7 +106,7 @@ def _sum_chunks_kernel(
     expert = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < N
-    start, end = chunks_of_expert(offsets_ptr, expert, EXPERTS_POW2, CHUNK)
+    start, end = chunks_of_expert(offsets_ptr, expert, None, EXPERTS_POW2, CHUNK)
     total = tl.zeros((BLOCK,), tl.float32)
     for chunk in range(start, end):
         total += tl.load(chunk_sums_ptr + chunk * N + columns, mask=mask, other=0.0)

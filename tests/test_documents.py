@@ -132,3 +132,9 @@ def test_links_lead_to_files(path: Path) -> None:
     missing = [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()]
 
     assert missing == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+    assert sorted(pages - set(LINK.findall((ROOT / "docs" / "README.md").read_text()))) == []

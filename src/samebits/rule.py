@@ -27,6 +27,7 @@ from samebits.arguments import (
     require_name,
     require_number,
 )
+from samebits.autograd import recording
 from samebits.errors import must
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
@@ -236,7 +237,7 @@ def _forward_fake(logits: Tensor, topk_ids: Tensor, _rule: str) -> Tensor:
 @torch.library.impl("samebits::topk_probs_backward", "CompositeExplicitAutograd")
 def _backward(dprobs: Tensor, logits: Tensor, topk_ids: Tensor, rule: str) -> Tensor:
     leaf = logits.detach().requires_grad_()
-    with torch.enable_grad():
+    with recording():
         (dlogits,) = torch.autograd.grad(probabilities(leaf, topk_ids, _parse(rule)), leaf, dprobs)
     return dlogits
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from samebits import activation as act
+from samebits.autograd import recording
 from samebits.backends.call import DIFFERENTIABLE, Call, Gradients, accumulate_dtype
 from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.routing import Permutation
@@ -57,7 +58,7 @@ def backward(
     tensors = {n: t for n in DIFFERENTIABLE if (t := getattr(call, n)) is not None}
     leaves = {n: t.detach().requires_grad_() for n, t in tensors.items()}
     names = [n for n, want in zip(DIFFERENTIABLE, wanted, strict=True) if want]
-    with torch.enable_grad():
+    with recording():
         out, _ = compute(problem, call._replace(**leaves))
         grads = torch.autograd.grad(
             out, [leaves[n] for n in names], dout, allow_unused=True, materialize_grads=True

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samebits.autograd import recording
 from samebits.problem import DTYPE_NAMES, DTYPES
 
 
@@ -100,7 +101,7 @@ def _backward(dout: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     chosen = [i for i, want in zip(_DIFFERENTIABLE, wanted, strict=True) if want]
     for i in chosen:
         tensors[i] = tensors[i].detach().requires_grad_()
-    with torch.enable_grad():
+    with recording():
         out = _compute(Parts(*tensors), *arguments[5:9])
         grads = torch.autograd.grad(
             out, [tensors[i] for i in chosen], dout, allow_unused=True, materialize_grads=True

@@ -43,6 +43,8 @@ class ToyCase:
         return {"slope": 1.0}
 
     def binding(self) -> dict[str, tuple[float, float]]:
+        if self.name == "toy.Particular":
+            raise AttributeError("no limit")
         return {"limit": (0.3, 0.1)}
 
     def _slope(self, scalars: Mapping[str, float] | None) -> float:
@@ -69,6 +71,10 @@ class ToyCase:
         return Run(results, "arguments" if implementation == "wrong" else "run")
 
     def oracle(self, implementation, dtype, *, dropped=False, scalars=None) -> dict[str, Tensor]:
+        if self.name == "toy.NoOracle":
+            raise ToyError("needs a device")
+        if self.name == "toy.Particular" and scalars is not None and scalars["slope"] < 1:
+            raise ToyError("no such slope")
         exact = _function(_x(dtype).double(), self._slope(scalars))
         if implementation == "batched_mm" and self.name == "toy.TwoFunctions":
             exact["d_x"] = exact["d_x"] + 1e-6
@@ -85,6 +91,8 @@ class Toy:
     def build(self, *, odd: bool = False) -> ToyCase:
         if self.name == "toy.Unbuildable":
             raise UnbuildableError("no configuration fits")
+        if self.name == "toy.Broken":
+            raise ZeroDivisionError("in its constructor")
         return ToyCase(self.name, odd)
 
 

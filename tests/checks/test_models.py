@@ -89,6 +89,27 @@ def test_a_class_that_cannot_be_built_is_not_run():
     assert "no configuration fits" in found[0].note
 
 
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("toy.Broken", "not built: ZeroDivisionError: in its constructor"),
+        ("toy.NoOracle", "ToyError: needs a device"),
+    ],
+)
+def test_a_class_whose_own_code_raises_is_not_run(name, note):
+    found = list(judge_found(Toy(name), PROVIDER, ["eager"], [torch.float32]))
+    assert {(f.case, f.verdict) for f in found} >= {("default", "not_run"), ("odd", "not_run")}
+    assert {f.verdict for f in found} == {"not_run"}
+    assert all(note in f.note for f in found if not f.case.startswith("sensitivity"))
+
+
+def test_a_class_that_takes_some_values_only_is_judged_at_those():
+    found = list(judge_found(Toy("toy.Particular"), PROVIDER, ["eager"], [torch.float32]))
+    others = {(f.quantity, f.verdict) for f in found if f.verdict != "pass"}
+    assert others == {("binding", "not_run")}
+    assert {f.verdict for f in found if f.case == "sensitivity:slope"} == {"pass"}
+
+
 def judge_language(implementation, *, name="toy.LM", ablation=1.0):
     builder = ToyLanguage(name, ablation)
     found = language.judge_language(builder, PROVIDER, [implementation], [torch.float32])

@@ -77,8 +77,9 @@ def judge_found(
     for odd in (False, True):
         try:
             case = found.build(odd=odd)
-        except UnbuildableError as error:
-            yield _unbuilt(found, odd=odd, reason=str(error))
+        except FOREIGN_ERRORS as error:
+            reason = str(error) if isinstance(error, UnbuildableError) else spell(error)
+            yield _unbuilt(found, odd=odd, reason=reason)
             continue
         for dtype in dtypes:
             if not odd:
@@ -99,7 +100,16 @@ def judge_class(case: ExpertsCase, dtype: torch.dtype) -> Iterator[Finding]:
         verdict: Verdict = "pass" if measured <= AGREEMENT else "fail"
         note = "" if verdict == "pass" else f"its own loop and {BATCHED} are two functions in fp64"
         yield about.finding(name, verdict, measured=measured, allowed=AGREEMENT, note=note)
-    for name, shares in case.binding().items():
+    yield from _judge_binding(case, about)
+
+
+def _judge_binding(case: ExpertsCase, about: About) -> Iterator[Finding]:
+    try:
+        binding = case.binding()
+    except FOREIGN_ERRORS as error:
+        yield about.finding("binding", "not_run", note=spell(error))
+        return
+    for name, shares in binding.items():
         bound = min(shares) >= BINDING_SHARE
         where = f"{shares[0]:.0%} of z lie above {name} and {shares[1]:.0%} below its negative"
         note = where if bound else f"{where}: too few to test it"
@@ -140,10 +150,15 @@ def _judge_setting(
     setting: Setting,
 ) -> Iterator[Finding]:
     dropped, scalars = setting.dropped, setting.scalars
-    truth = Truth(
-        case.oracle(OWN_LOOP, dtype, dropped=dropped, scalars=scalars),
-        case.plain(dtype, dropped=dropped, scalars=scalars),
-    )
+    try:
+        truth = Truth(
+            case.oracle(OWN_LOOP, dtype, dropped=dropped, scalars=scalars),
+            case.plain(dtype, dropped=dropped, scalars=scalars),
+        )
+    except FOREIGN_ERRORS as error:
+        about = About(case.name, setting.case, THE_CLASS, DTYPE_NAMES[dtype])
+        yield about.finding("all", "not_run", note=f"no oracle or plain loop: {spell(error)}")
+        return
     for implementation in implementations:
         about = About(case.name, setting.case, implementation, DTYPE_NAMES[dtype])
         try:
@@ -193,9 +208,12 @@ def _unbuilt(found: Found, *, odd: bool, reason: str) -> Finding:
 
 def _moving_value(case: ExpertsCase, dtype: torch.dtype, name: str, value: float) -> float | None:
     """Return a new value of an attribute that changes the exact output, or None."""
-    before = case.oracle(OWN_LOOP, dtype)["out"]
     for candidate in (value / 2, value + 1, value * 4, value + 100):
-        after = case.oracle(OWN_LOOP, dtype, scalars={name: candidate})["out"]
+        try:
+            before = case.oracle(OWN_LOOP, dtype)["out"]
+            after = case.oracle(OWN_LOOP, dtype, scalars={name: candidate})["out"]
+        except FOREIGN_ERRORS:  # a value that the class does not take
+            continue
         if relative_error(after, before) > MOVES:
             return candidate
     return None

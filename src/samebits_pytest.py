@@ -118,6 +118,7 @@ def _assert_repeatable(
             results.append(evaluate(call, function, "all"))
         except NotDifferentiableError:
             results.append(evaluate(call, function, None))
+    _not_empty(results[0], "the function")
     for index, result in enumerate(results[1:], 2):
         _same_count(results[0], result, f"call {index}")
         for name, value in result.items():
@@ -130,27 +131,35 @@ def _assert_parity(
     """Fail where the error of ``function`` passes twice that of ``reference``, both against fp64.
 
     Args:
-        function: What is judged.
+        function: What is judged, with the rounding that the dtype of the reference's result allows.
         reference: Plain code of the same meaning; it must compute in the dtype of its inputs, since
             it is run on fp64 inputs for the exact values.
-        make_inputs: The inputs, in the working dtype.
+        make_inputs: The inputs, in the working dtype: tensors, also in lists, tuples and dicts.
+
+    Raises:
+        ValueError: The reference gives no tensor, or no fp64 on fp64 inputs.
     """
     import torch
 
     from samebits.testing.numerics import judge
 
     args, kwargs = _made(make_inputs)
-    outputs = _tensors(function(*args, **kwargs))
-    plain = _tensors(reference(*args, **kwargs))
-    exact_args, exact_kwargs = _in_fp64([args, kwargs])
-    exact = _tensors(reference(*exact_args, **exact_kwargs))
+    # Copies: either may write to what it is given.
+    outputs, plain, exact = (
+        _tensors(code(*_copied(args, fp64=fp64), **_copied(kwargs, fp64=fp64)))
+        for code, fp64 in ((function, False), (reference, False), (reference, True))
+    )
+    _not_empty(plain, "the reference")
     _same_count(plain, outputs, "the function")
     for name, value in outputs.items():
         if not value.is_floating_point():
             if not torch.equal(value, plain[name]):
                 pytest.fail(f"{name}: integers differ from the reference's", pytrace=False)
             continue
-        judgement = judge(value, plain[name], exact[name], value.dtype)
+        if exact[name].dtype != torch.float64:
+            rule = "it must compute in the dtype of its inputs"
+            raise ValueError(f"{name}: the reference gives {exact[name].dtype} on fp64: {rule}")
+        judgement = judge(value, plain[name], exact[name], plain[name].dtype)
         if not judgement.passed:
             pytest.fail(f"{name}: {judgement}", pytrace=False)
 
@@ -169,17 +178,25 @@ def _tensors(value: Any) -> dict[str, Any]:
     return {name: tensor.detach() for name, tensor in named_tensors(value).items()}
 
 
-def _in_fp64(value: Any) -> Any:
-    """Return ``value`` with each float tensor in it as fp64."""
+def _copied(value: Any, *, fp64: bool) -> Any:
+    """Return ``value`` with each tensor in it copied, floats as fp64 if asked."""
     import torch
 
     if isinstance(value, torch.Tensor):
-        return value.double() if value.is_floating_point() else value
+        copy = value.detach().clone()
+        copy = copy.double() if fp64 and copy.is_floating_point() else copy
+        return copy.requires_grad_(value.requires_grad)
     if type(value) is dict:
-        return {key: _in_fp64(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_in_fp64(item) for item in value)
+        return {key: _copied(item, fp64=fp64) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_copied(item, fp64=fp64) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def _not_empty(outputs: dict[str, Any], what: str) -> None:
+    if not outputs:
+        raise ValueError(f"{what} returns no tensor: nothing can be compared")
 
 
 def _same_count(expected: dict[str, Any], actual: dict[str, Any], where: str) -> None:

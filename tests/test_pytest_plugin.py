@@ -69,6 +69,9 @@ def test_drifting(assert_repeatable):
 
 def test_drifting_gradient(assert_repeatable):
     assert_repeatable(Drift.apply, inputs)
+
+def test_nothing(assert_repeatable):
+    assert_repeatable(lambda x: None, inputs)
 """
 
 PARITY = """
@@ -89,8 +92,29 @@ def worse(x):
 def test_better(assert_parity):
     assert_parity(better, reference, inputs)
 
+def in_place(x):
+    return x.mul_(torch.sigmoid(x))
+
+def wide():
+    return (torch.randn(6, 32),), {}
+
+def narrow(x):
+    return reference(x).bfloat16()
+
 def test_worse(assert_parity):
     assert_parity(worse, reference, inputs)
+
+def test_in_place(assert_parity):
+    assert_parity(in_place, reference, inputs)
+
+def test_narrower_result(assert_parity):
+    assert_parity(narrow, reference, wide)
+
+def test_narrow_reference(assert_parity):
+    assert_parity(reference, narrow, wide)
+
+def test_nothing(assert_parity):
+    assert_parity(lambda x: None, lambda x: None, inputs)
 """
 
 STALE = """
@@ -144,15 +168,26 @@ def test_outputs_and_gradients_that_drift_fail(tmp_path):
         "test_steady": "PASSED",
         "test_drifting": "FAILED",
         "test_drifting_gradient": "FAILED",
+        "test_nothing": "FAILED",
     }
+    assert "the function returns no tensor" in said
     assert "grad args[0], call 2" in said
 
 
 def test_parity_is_judged_by_the_error_of_the_reference(tmp_path):
     found, said = outcomes(tmp_path, PARITY)
 
-    assert found == {"test_better": "PASSED", "test_worse": "FAILED"}
+    assert found == {
+        "test_better": "PASSED",
+        "test_worse": "FAILED",
+        "test_in_place": "PASSED",
+        "test_narrower_result": "FAILED",
+        "test_narrow_reference": "FAILED",
+        "test_nothing": "FAILED",
+    }
     assert "over budget" in said
+    assert "the reference gives torch.bfloat16 on fp64" in said
+    assert "the reference returns no tensor" in said
 
 
 def test_stale_numbers_fail_and_what_was_not_judged_does_not_pass(tmp_path):

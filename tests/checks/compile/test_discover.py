@@ -1,6 +1,7 @@
 """Which numbers reach a callable, and whether setting one is seen by the next call."""
 
 import functools
+import math
 
 import programs
 import pytest
@@ -9,6 +10,7 @@ from programs import Adapter, Layers, Options, make_closure
 
 from samebits.checks.compile.discover import is_compiled, leaves
 from samebits.checks.compile.evaluate import Call, grown
+from samebits.checks.compile.place import WANTED, candidates
 from samebits.checks.compile.survey import prepare
 from samebits.checks.compile.target import SEED
 
@@ -127,3 +129,12 @@ def test_the_seed_is_set_before_the_factory():
     torch.manual_seed(SEED)
 
     assert torch.equal(call.args[0], torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("value", [0.0, math.inf, -math.inf, 7.0])
+def test_every_float_has_other_finite_values(value):
+    others = list(candidates(value))
+
+    assert len(others) > WANTED
+    assert all(math.isfinite(other) and other != value for other in others)
+    assert all(math.copysign(1.0, other) == math.copysign(1.0, value) for other in others)

@@ -1,6 +1,7 @@
 """A place that holds a value, the places inside it, and other values for a number in it."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -17,9 +18,9 @@ _LONGEST = 16
 WANTED = 3
 
 _FACTORS = (0.5, 2.0, 0.75, 1.5, 0.25, 1.25, 4.0, 0.9, 1.1)
-_INSTEAD_OF_ZERO = (0.5, 0.25, 2.0, 0.125, 3.0, 1e-3)
+# Instead of zero and of infinity, which no factor changes.
+_INSTEAD = (0.5, 0.25, 2.0, 0.125, 3.0, 1e-3)
 _STEPS = (1, 2, 3, -1, 5, 4, 16, -2, 8)
-_ORDINARY = 2
 
 
 def kind_of(value: object) -> Kind | None:
@@ -41,8 +42,8 @@ def candidates(value: Number) -> Iterator[Number]:
     elif kind == "int":
         yield from (value + step for step in _STEPS)
         yield value * 2
-    elif value == 0.0:
-        yield from _INSTEAD_OF_ZERO
+    elif value == 0.0 or math.isinf(value):
+        yield from (math.copysign(other, value) for other in _INSTEAD)
     else:
         scaled = (value * factor for factor in _FACTORS)
         yield from (other for other in scaled if other not in (0.0, 1.0))

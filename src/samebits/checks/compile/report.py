@@ -1,5 +1,7 @@
 """What an audit says: verdicts, the facts that a bug report needs, and all of it in words."""
 
+import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -175,10 +177,25 @@ def _right(calls: list[StepRecord]) -> str:
 
 
 def to_json(audit: Audit) -> Mapping[str, Any]:
-    """Return everything as JSON values.
+    """Return everything as JSON values; a number that is not finite, which JSON lacks, is text.
 
     Determinism: pure function of the audit.
     """
+    values: Mapping[str, Any] = _spelled(_values(audit))
+    return values
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return {key: _spelled(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_spelled(item) for item in value]
+    return value
+
+
+def _values(audit: Audit) -> Mapping[str, Any]:
     return {
         "target": audit.target,
         "versions": dict(audit.versions),
@@ -188,11 +205,9 @@ def to_json(audit: Audit) -> Mapping[str, Any]:
         ],
         "results": [
             {
-                "case": r.case,
-                "verdict": r.verdict,
-                "measured": r.measured,
-                "allowed": r.allowed,
-                "note": r.note,
+                name: value
+                for name, value in json.loads(r.to_json()).items()
+                if name in ("case", "verdict", "measured", "allowed", "note")
             }
             for r in results(audit)
         ],

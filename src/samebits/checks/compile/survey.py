@@ -200,8 +200,10 @@ def _forked(action: Callable[[], dict[str, Any]], folder: Path) -> dict[str, Any
     answer.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
-        answer.write_text(json.dumps(guarded(action)))
-        os._exit(0)
+        try:
+            answer.write_text(json.dumps(guarded(action)))
+        finally:  # the copy must not go on as its parent does
+            os._exit(0)
     os.waitpid(child, 0)
     if not answer.exists():
         return {"error": "the process that ran the eager function died"}

@@ -56,11 +56,17 @@ def main(arguments: argparse.Namespace) -> int:
 
     Determinism: repeatable on one machine.
     """
-    compiled = _start_stale_clamp()
-    # One core trains while the other compiles; two threads of small products would fight for both.
-    torch.set_num_threads(1)
-    served = _train_and_serve(arguments.steps)
-    good = [_show_stale_clamp(compiled), _show_classes(), _show_served(*served)]
+    with tempfile.TemporaryDirectory(prefix="samebits-demo-", ignore_cleanup_errors=True) as folder:
+        compiled = _start_stale_clamp(folder)
+        try:
+            # One core trains while the other compiles; two threads of small products would fight
+            # for both.
+            torch.set_num_threads(1)
+            served = _train_and_serve(arguments.steps)
+            good = [_show_stale_clamp(compiled), _show_classes(), _show_served(*served)]
+        finally:
+            if compiled is not None:
+                compiled.kill()
     print("\nnext: ./run check models     every experts class of the installed transformers")
     return PASSED if all(good) else FAILED
 
@@ -69,10 +75,9 @@ def _title(text: str) -> None:
     print(f"\n{text}", flush=True)
 
 
-def _start_stale_clamp() -> "subprocess.Popen[str] | None":
+def _start_stale_clamp(folder: str) -> "subprocess.Popen[str] | None":
     if which("g++") is None and which("clang++") is None:
         return None
-    folder = tempfile.mkdtemp(prefix="samebits-demo-")
     return subprocess.Popen(
         [sys.executable, "-m", "samebits.demo.stale_clamp"],
         stdout=subprocess.PIPE,
@@ -89,7 +94,8 @@ def _show_stale_clamp(process: "subprocess.Popen[str] | None") -> bool:
         return True
     output, errors = process.communicate()
     if process.returncode:
-        print(f"not_run: the compiled program stopped: {errors.strip().splitlines()[-1]}")
+        last = (errors.strip().splitlines() or ["it said nothing"])[-1]
+        print(f"not_run: the compiled program stopped ({process.returncode}): {last}")
         return True
     found = json.loads(output)
     limits = " → ".join(str(limit) for _, limit, _ in CALLS)

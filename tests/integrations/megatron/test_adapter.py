@@ -1,5 +1,6 @@
 """Megatron-LM's experts on this library: its own forward on the same parameters, and the call."""
 
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,6 +111,32 @@ def test_a_refit_in_place_is_seen() -> None:
 
     assert set(state) == {f"linear_fc{i}.weight{e}" for i in (1, 2) for e in range(EXPERTS)}
     assert_bitwise_equal(module(x, counts, probs)[0], _expected(module, x, probs))
+
+
+def test_a_refit_by_other_objects_is_seen() -> None:
+    module = Grouped(_config())
+    adapt(module)
+    x, counts, probs = _inputs()
+    state = {name: torch.randn_like(value) for name, value in module.state_dict().items()}
+
+    module.load_state_dict(state, assign=True)
+
+    assert_bitwise_equal(module(x, counts, probs)[0], _expected(module, x, probs))
+
+
+def test_a_deep_copy_computes_with_its_own_parameters() -> None:
+    module = Grouped(_config())
+    adapt(module)
+    x, counts, probs = _inputs()
+    expected = module(x, counts, probs)[0]
+
+    copied = deepcopy(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+
+    assert_bitwise_equal(copied(x, counts, probs)[0], expected)
+    assert not module(x, counts, probs)[0].any()
 
 
 def test_it_can_be_undone() -> None:

@@ -5,7 +5,6 @@ stay the same objects with the same names, so that optimizers, checkpoints and r
 before; where their memory is one buffer (``repoint``) the library reads it without a copy.
 """
 
-from collections.abc import Callable
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -98,14 +97,13 @@ def adapt(module: nn.Module, config: Any = None, *, backend: str = "auto") -> Ad
             'recompute_modules = ["moe"]'
         )
     options = options_of(config)
-    weights = _reader(module, options)
-    weights()  # shapes and dtypes are checked before anything changes
-    for parameters in weights.parameters.values():
+    _weights(module, options)  # shapes and dtypes are checked before anything changes
+    for parameters in _parameters(module).values():
         if len(parameters) > 1:
             repoint(parameters)
 
     def forward(
-        _self: nn.Module,
+        self: nn.Module,
         permuted_local_hidden_states: Tensor,
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
@@ -118,7 +116,8 @@ def adapt(module: nn.Module, config: Any = None, *, backend: str = "auto") -> Ad
         out = grouped_experts(
             rows,
             _offsets(tokens_per_expert, rows),
-            weights(),
+            # Of self, which is another module in a deep copy.
+            _weights(self, options),
             options.activation,
             row_probs=permuted_probs.reshape(-1).float(),
             placement=options.placement,
@@ -135,24 +134,22 @@ def _offsets(tokens_per_expert: Tensor | list[int], rows: Tensor) -> Tensor:
     return torch.nn.functional.pad(counts.to(torch.int64).cumsum(0), (1, 0))
 
 
-class _Weights:
-    """Read a module's parameters as ``ExpertWeights``, at each call."""
+# Parameter of this library -> linear layer and kind of Megatron-LM.
+_PLACES = {
+    "gate_up": ("linear_fc1", "weight"),
+    "down": ("linear_fc2", "weight"),
+    "gate_up_bias": ("linear_fc1", "bias"),
+    "down_bias": ("linear_fc2", "bias"),
+}
 
-    def __init__(self, options: Options, find: Callable[[str, str], list[Tensor]]) -> None:
-        self._layout = options.layout
-        self.parameters = {
-            "gate_up": find("linear_fc1", "weight"),
-            "down": find("linear_fc2", "weight"),
-            "gate_up_bias": find("linear_fc1", "bias"),
-            "down_bias": find("linear_fc2", "bias"),
-        }
 
-    def __call__(self) -> ExpertWeights:
-        tensors: dict[str, Any] = {
-            name: None if not held else held[0] if held[0].dim() == _dims(name) else stacked(held)
-            for name, held in self.parameters.items()
-        }
-        return ExpertWeights(layout=self._layout, **tensors)
+def _weights(module: nn.Module, options: Options) -> ExpertWeights:
+    """Return the parameters that ``module`` holds now: their owner may have put others there."""
+    tensors: dict[str, Any] = {
+        name: None if not held else held[0] if held[0].dim() == _dims(name) else stacked(held)
+        for name, held in _parameters(module).items()
+    }
+    return ExpertWeights(layout=options.layout, **tensors)
 
 
 def _dims(name: str) -> int:
@@ -160,28 +157,29 @@ def _dims(name: str) -> int:
     return 2 if name.endswith("bias") else 3
 
 
-def _reader(module: nn.Module, options: Options) -> _Weights:
+def _parameters(module: nn.Module) -> dict[str, list[Tensor]]:
+    """Return the tensors of each parameter, one for each expert or one that is stacked."""
+    return {name: _held(module, *place) for name, place in _PLACES.items()}
+
+
+def _held(module: nn.Module, linear: str, kind: str) -> list[Tensor]:
     local = getattr(module, "local_experts", None)
-
-    def find(linear: str, kind: str) -> list[Tensor]:
-        if local is not None:
-            held = [getattr(getattr(expert, linear), kind, None) for expert in local]
-        else:
-            owner = getattr(module, linear, None)
-            whole = getattr(owner, kind, None)
-            if isinstance(whole, Tensor) and whole.numel():
-                return [whole]
-            held = []
-            while isinstance(getattr(owner, f"{kind}{len(held)}", None), Tensor):
-                held.append(getattr(owner, f"{kind}{len(held)}"))
-        present = [p for p in held if isinstance(p, Tensor) and p.numel()]
-        if len(present) not in (0, len(held)) or (kind == "weight" and not present):
-            rule = f"have a {kind} of {linear} for each expert"
-            raise TypeError(must("module", rule, f"{len(present)} of {len(held)}"))
-        shapes = {tuple(p.shape) for p in present}
-        if len(shapes) > 1:
-            rule = f"have one shape for the {kind} of {linear} of every expert"
-            raise ValueError(must("module", rule, sorted(shapes)))
-        return present
-
-    return _Weights(options, find)
+    if local is not None:
+        held = [getattr(getattr(expert, linear), kind, None) for expert in local]
+    else:
+        owner = getattr(module, linear, None)
+        whole = getattr(owner, kind, None)
+        if isinstance(whole, Tensor) and whole.numel():
+            return [whole]
+        held = []
+        while isinstance(getattr(owner, f"{kind}{len(held)}", None), Tensor):
+            held.append(getattr(owner, f"{kind}{len(held)}"))
+    present = [p for p in held if isinstance(p, Tensor) and p.numel()]
+    if len(present) not in (0, len(held)) or (kind == "weight" and not present):
+        rule = f"have a {kind} of {linear} for each expert"
+        raise TypeError(must("module", rule, f"{len(present)} of {len(held)}"))
+    shapes = {tuple(p.shape) for p in present}
+    if len(shapes) > 1:
+        rule = f"have one shape for the {kind} of {linear} of every expert"
+        raise ValueError(must("module", rule, sorted(shapes)))
+    return present

@@ -250,6 +250,16 @@ def test_what_does_not_fit_is_named() -> None:
         pass
 
 
+def test_a_choice_beside_the_recorded_one_is_an_error() -> None:
+    model, x = Model(), torch.randn(TOKENS, HIDDEN)
+    _, record = _recorded(model, x)
+    ids = record.layers[NAMES[0]].routing().topk_ids
+
+    message = "layers.0.router must be called without topk_ids"
+    with pytest.raises(ValueError, match=message), replaying(model, record):
+        model.layers[0](x, topk_ids=ids)
+
+
 def test_a_router_that_was_not_called_is_an_error() -> None:
     model, x = Model(), torch.randn(TOKENS, HIDDEN)
     _, record = _recorded(model, x)

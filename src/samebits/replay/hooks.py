@@ -95,7 +95,8 @@ def replaying(model: nn.Module, record: RoutingRecord, probs: Probs = "computed"
             have the recorded bits, which waits for the device.
 
     Raises:
-        ValueError: The routers, their N or T are not the record's.
+        ValueError: The routers, their N or T are not the record's, or a router is given another
+            choice.
         RecordError: A probability is not the recorded one ("same"), or a router was not called.
 
     Determinism: exact. With the parameters and the backend of the rollout the forward has its bits;
@@ -112,6 +113,8 @@ def replaying(model: nn.Module, record: RoutingRecord, probs: Probs = "computed"
         if x.shape[0] != record.tokens:
             rule = f"be called with the record's T = {record.tokens} tokens"
             raise ValueError(must(name, rule, x.shape[0]))
+        if any(given is not None for given in arguments[1:]):
+            raise ValueError(must(name, "be called without topk_ids, which the record has", "some"))
         called.add(name)
         return (x, record.layers[name].routing(x.device).topk_ids)
 

@@ -1,9 +1,10 @@
-"""Autograd inside an operator's kernel, which a dispatch mode runs below autograd."""
+"""Gradients inside an operator: recorded below autograd, and laid out as the compiler is told."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 _KEYS = ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
 
@@ -21,3 +22,16 @@ def recording() -> Iterator[None]:
     included = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
         yield
+
+
+def laid_out(grad: Tensor, like: Tensor) -> Tensor:
+    """Return ``grad`` with the strides of ``torch.empty_like(like)``, as a fake operator says.
+
+    Determinism: exact.
+    """
+    if grad.stride() == like.stride():
+        return grad
+    promised = torch.empty_like(like, device="meta").stride()
+    if grad.stride() == promised:
+        return grad
+    return grad.new_empty_strided(like.shape, promised).copy_(grad)

@@ -27,7 +27,7 @@ from samebits.arguments import (
     require_name,
     require_number,
 )
-from samebits.autograd import recording
+from samebits.autograd import laid_out, recording
 from samebits.errors import must
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
@@ -239,7 +239,7 @@ def _backward(dprobs: Tensor, logits: Tensor, topk_ids: Tensor, rule: str) -> Te
     leaf = logits.detach().requires_grad_()
     with recording():
         (dlogits,) = torch.autograd.grad(probabilities(leaf, topk_ids, _parse(rule)), leaf, dprobs)
-    return dlogits
+    return laid_out(dlogits, logits)
 
 
 @torch.library.register_fake("samebits::topk_probs_backward")  # type: ignore[untyped-decorator]

@@ -315,6 +315,18 @@ def test_inductor_gives_the_bits_of_eager_in_both_directions() -> None:
             assert_bitwise_equal(grad, exact)
 
 
+def test_gradients_of_sums_have_the_strides_that_the_compiler_is_told() -> None:
+    routed, dout = torch.randn(5, 4), torch.randn(4, 5).T
+    ids, probs = torch.zeros(5, 2, dtype=torch.int64), torch.rand(5, 2)
+    wanted = [True, False, False, False]
+
+    grads = torch.ops.samebits.add_parts_backward(
+        dout, routed, None, ids, probs, None, 0, 0, "1.0", "fp32", wanted
+    )
+
+    assert grads[0].stride() == routed.stride()
+
+
 def test_layers_with_other_scalars_do_not_go_stale_under_compile() -> None:
     torch.manual_seed(0)
     parts = make_router(), make_experts()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from samebits import env
+from samebits.autograd import laid_out
 from samebits.backends import choose
 from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
 from samebits.backends.options import Options
@@ -192,19 +193,9 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
         grads: Gradients = module.backward(problem, call, z, dout, tuple(wanted))
     tensors = [getattr(call, name) for name in DIFFERENTIABLE]
     return tuple(
-        call.x.new_empty(0) if g is None else _laid_out(g, t)
+        call.x.new_empty(0) if g is None else laid_out(g, t)
         for g, t in zip(grads, tensors, strict=True)
     )
-
-
-def _laid_out(grad: Tensor, tensor: Tensor) -> Tensor:
-    """Return ``grad`` with the strides that the fake operator promised to the compiler."""
-    if grad.stride() == tensor.stride():
-        return grad
-    promised = torch.empty_like(tensor, device="meta").stride()
-    if grad.stride() == promised:
-        return grad
-    return grad.new_empty_strided(tensor.shape, promised).copy_(grad)
 
 
 @torch.library.register_fake("samebits::experts_backward")  # type: ignore[untyped-decorator]

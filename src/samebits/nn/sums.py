@@ -107,9 +107,11 @@ def _backward(dout: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
             out, [tensors[i] for i in chosen], dout, allow_unused=True, materialize_grads=True
         )
     by_place = dict(zip(chosen, grads, strict=True))
-    # Parts may share one gradient; an operator's results must not share memory.
+    # Copies, with the strides that the fake operator promises: parts may share one gradient, which
+    # may be laid out as dout is, and an operator's results must not share memory.
     return tuple(
-        by_place[i].clone() if i in by_place else dout.new_empty(0) for i in _DIFFERENTIABLE
+        torch.empty_like(arguments[i]).copy_(by_place[i]) if i in by_place else dout.new_empty(0)
+        for i in _DIFFERENTIABLE
     )
 
 

@@ -8,6 +8,7 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from samebits.errors import UnsupportedError
 from samebits.integrations.transformers import attach, register
 from samebits.testing.numerics import assert_bitwise_equal, relative_error
 
@@ -67,6 +68,29 @@ def test_eager_follows_the_module():
 def test_eager_translates_an_unattached_module():
     module = build()
     assert_bitwise_equal(module(*inputs()), expected(module, 7.0, inputs()))
+
+
+def _gate_without_clamp(self, z):
+    gate, up = z[..., ::2], z[..., 1::2]
+    return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
+def test_a_gate_replaced_on_the_class_is_seen(monkeypatch):
+    module = build()
+    attach(module)
+    monkeypatch.setattr(GptOssExperts, "_apply_gate", _gate_without_clamp)
+    twin = copy.deepcopy(module)
+    twin.config._experts_implementation = "eager"
+    after, exact = (m(*inputs()).detach() for m in (module, twin))
+    assert relative_error(after, exact) < 1e-5
+
+
+def test_a_gate_replaced_on_the_instance_is_refused():
+    module = build()
+    attach(module)
+    module._apply_gate = lambda z: z[..., ::2]
+    with pytest.raises(UnsupportedError, match="replaced on the instance"):
+        module(*inputs())
 
 
 def test_a_replaced_activation_is_seen():

@@ -29,7 +29,7 @@ from samebits.weights import ExpertWeights, Layout, PostExpertNorm
 # carry it, state_dict leaves it out, and torch.compile can guard on it.
 ATTRIBUTE = "_samebits"
 
-FactKind = Literal["number", "plain", "type", "function", "method", "partial", "object"]
+FactKind = Literal["number", "plain", "type", "function", "method", "partial", "object", "code"]
 
 
 class Fact(NamedTuple):
@@ -39,7 +39,8 @@ class Fact(NamedTuple):
     path: tuple[str, ...]
     # "number": any int or float; "plain": bool, str or None; "type": the type of a submodule;
     # "function", "method": its identity, which copies share; "partial": what it calls, and with
-    # what; "object": the identity of any other callable.
+    # what; "object": the identity of any other callable;
+    # "code": a method of the class itself.
     kind: FactKind
     # The value; a number is spelled as text, because a compiled graph keeps text as a constant
     # while a Python float may turn into an input of the graph.
@@ -81,6 +82,9 @@ def read(module: nn.Module, path: tuple[str, ...]) -> Any:
 
 def holds(module: nn.Module, fact: Fact) -> bool:
     """Return whether ``fact`` still describes ``module``; traceable by torch.compile."""
+    if fact.kind == "code":
+        (name,) = fact.path
+        return getattr(type(module), name) is fact.value and name not in module.__dict__
     value = read(module, fact.path)
     if fact.kind == "number":
         return isinstance(value, (int, float)) and value == float(fact.value)

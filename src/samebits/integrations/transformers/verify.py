@@ -210,7 +210,7 @@ def _verify(module: nn.Module, flags: dict[str, bool]) -> Translation:
         gated=gated,
         name=_gate_name(module, gated=gated),
     )
-    facts = (*_flag_facts(module), *record.facts(module))
+    facts = (*_flag_facts(module), *_code_facts(module, gated=gated), *record.facts(module))
     norm = _norm(module) if normed else None
     errors = {}
     for centered in (False, True) if normed else (False,):
@@ -244,6 +244,12 @@ def _flag_facts(module: nn.Module) -> list[Fact]:
     return [
         Fact((name,), "plain", getattr(module, name)) for name in FLAGS if hasattr(module, name)
     ]
+
+
+def _code_facts(module: nn.Module, *, gated: bool) -> list[Fact]:
+    """Return the gate's code as a fact: it may be replaced after attach()."""
+    cls: Any = type(module)
+    return [Fact(("_apply_gate",), "code", cls._apply_gate)] if gated else []
 
 
 def _norm(module: nn.Module) -> PostExpertNorm:

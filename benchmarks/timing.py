@@ -1,8 +1,10 @@
 """Interleaved timing of candidates; the copy ceiling of the device; its clocks."""
 
+import os
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -107,3 +109,14 @@ def clocks() -> str | None:
     command = [tool, f"--query-gpu={fields}", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout else None
+
+
+def compile_in_processes(*command: str) -> list[int]:
+    """Run a script that compiles share ``i`` of ``n`` for ``--compile-share i n``; all shares.
+
+    Returns their exit statuses.
+    """
+    processes = min(12, os.cpu_count() or 1)
+    share = [sys.executable, *command, "--compile-share"]
+    workers = [subprocess.Popen([*share, str(i), str(processes)]) for i in range(processes)]
+    return [worker.wait() for worker in workers]

@@ -8,14 +8,12 @@ Stages: ``hidden`` (product with down, derivative behind it), ``input`` (dz · g
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import torch
 import triton
+from timing import compile_in_processes
 from tune_indirect_gemm import rows, streamed, timed, weights_of
 
 from samebits.activation import Activation
@@ -225,10 +223,7 @@ def main():
         compile_share(*args.compile_share)
         return
     start = time.time()
-    processes = min(12, os.cpu_count() or 1)
-    command = [sys.executable, __file__, "--stages", args.stages, "--compile-share"]
-    workers = [subprocess.Popen([*command, str(i), str(processes)]) for i in range(processes)]
-    codes = [worker.wait() for worker in workers]
+    codes = compile_in_processes(__file__, "--stages", args.stages)
     print("compiled in", round(time.time() - start), "s", codes, flush=True)
     results = []
     for name in args.shapes.split(","):

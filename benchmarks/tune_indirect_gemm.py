@@ -8,16 +8,14 @@ others. Weights of different experts are read in turn, so that few-token times a
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import triton
+from timing import compile_in_processes
 
 from samebits.activation import Activation
 from samebits.ops.indirect_gemm.kernel import launch_first_projection, launch_second_projection
@@ -253,12 +251,7 @@ def main():
         compile_share(*args.compile_share)
         return
     start = time.time()
-    processes = min(12, os.cpu_count() or 1)
-    workers = [
-        subprocess.Popen([sys.executable, __file__, "--compile-share", str(i), str(processes)])
-        for i in range(processes)
-    ]
-    codes = [worker.wait() for worker in workers]
+    codes = compile_in_processes(__file__)
     print("compiled in", round(time.time() - start), "s", codes, flush=True)
     results = []
     for name in args.shapes.split(","):

@@ -155,6 +155,8 @@ def test_a_poisoned_expert_stays_alone(poison: float) -> None:
 def test_every_tile_has_the_same_bits(dtype: str) -> None:
     from samebits.ops.hidden_gradient import tuning as hidden
     from samebits.ops.hidden_gradient.kernel import launch_hidden_gradient
+    from samebits.ops.indirect_gemm import tuning as product
+    from samebits.ops.indirect_gemm.kernel import launch_second_projection
     from samebits.ops.permute.kernel import launch_metadata
     from samebits.ops.weight_gradient import tuning as outer
     from samebits.ops.weight_gradient.kernel import launch_order, launch_weight_gradient
@@ -165,7 +167,7 @@ def test_every_tile_has_the_same_bits(dtype: str) -> None:
         weights, routing = inputs.weights, inputs.routing
         z = torch.randn(450, 2 * columns, device="cuda").to(inputs.x.dtype)
         expected = None
-        for config in hidden.every():
+        for _, config in hidden.TABLE:
             for tma in (True, False):
                 meta = launch_metadata(routing.topk_ids, problem.E, config.block_r)
                 live = int(meta.offsets[-1])
@@ -179,9 +181,19 @@ def test_every_tile_has_the_same_bits(dtype: str) -> None:
                 expected = expected or values
                 for value, other in zip(values, expected, strict=True):
                     assert_bitwise_equal(value, other, str(config))
+        slot_gradients = None
+        for _, config in product.INPUT_GRADIENT_TABLE:
+            for tma in (True, False):
+                meta = launch_metadata(routing.topk_ids, problem.E, config.block_r)
+                rows = launch_second_projection(
+                    z, meta.slots, meta.tiles, weights.gate_up.transpose(1, 2), None, None,
+                    replace(config, tma=tma),
+                )[:live]  # fmt: skip
+                slot_gradients = rows if slot_gradients is None else slot_gradients
+                assert_bitwise_equal(rows, slot_gradients, str(config))
         order, first = launch_order(meta.offsets), None
         a, b = z, torch.randn(450, hidden_size, device="cuda").to(z.dtype)
-        for config in outer.every():
+        for _, config in outer.TABLE:
             for tma in (True, False):
                 for dw in (
                     torch.empty(problem.E, 2 * columns, hidden_size, device="cuda", dtype=z.dtype),

@@ -99,3 +99,17 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 def accumulate_dtype(problem: Problem) -> torch.dtype:
     """Return the dtype of sums: fp32, or fp64 for fp64."""
     return torch.float64 if problem.dtype == "fp64" else torch.float32
+
+
+def why_no_kernels(problem: Problem) -> str | None:
+    """Return why the Triton kernels cannot run ``problem`` on its NVIDIA GPU, or None.
+
+    Determinism: pure function of the problem.
+    """
+    if int(problem.device.removeprefix("sm_")) < 80:
+        return f"its kernels need sm_80 or newer, not {problem.device}"
+    if problem.dtype == "fp64":
+        return "its kernels compute bf16, fp16 and fp32"
+    if problem.norm_eps is not None:
+        return "it has no post-expert norm on a GPU"
+    return None

@@ -42,23 +42,27 @@ def backward(
     dout = dout.to(call.x.dtype).contiguous()
     by_row = bool(want & {"down", "down_bias"})
     dy = launch_permute(dout, metadata.inverse, topk, None) if by_row else dout
-    dz, h, partial = launch_hidden_gradient(
-        dy,
-        call.down,
-        z,
-        metadata.slots,
-        metadata.tiles,
-        None if on_input else probs,
-        problem.activation,
-        problem.layout,
-        config,
-        topk=topk,
-        gather=not by_row,
-        want_dz=bool(want & {"x", "gate_up", "gate_up_bias"})
-        or (on_input and "topk_probs" in want),
-        want_h="down" in want,
-        want_partial="topk_probs" in want and not on_input,
-    )
+    want_dz = bool(want & {"x", "gate_up", "gate_up_bias"}) or (on_input and "topk_probs" in want)
+    want_partial = "topk_probs" in want and not on_input
+    dz = h = partial = None
+    # The bias of the second projection alone needs no product.
+    if want_dz or want_partial or "down" in want:
+        dz, h, partial = launch_hidden_gradient(
+            dy,
+            call.down,
+            z,
+            metadata.slots,
+            metadata.tiles,
+            None if on_input else probs,
+            problem.activation,
+            problem.layout,
+            config,
+            topk=topk,
+            gather=not by_row,
+            want_dz=want_dz,
+            want_h="down" in want,
+            want_partial=want_partial,
+        )
     products = _Products(problem, call, metadata, want)
     grads = products.of_second(dy, h, None if on_input else probs)
     # Their memory serves the next products.

@@ -8,7 +8,7 @@ the same. The table is evidence for sm_90; another architecture has one tile for
 from torch import Tensor
 
 from samebits.backends import device_gradients
-from samebits.backends.call import Call, Gradients
+from samebits.backends.call import Call, Gradients, why_no_kernels
 from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.weights import ExpertWeights
 
@@ -22,13 +22,7 @@ def why_not(problem: Problem) -> str | None:
     """
     if not problem.device.startswith("sm_"):
         return f"it needs an NVIDIA GPU, not {problem.device}"
-    if int(problem.device.removeprefix("sm_")) < 80:
-        return f"its kernels need sm_80 or newer, not {problem.device}"
-    if problem.dtype == "fp64":
-        return "its kernels compute bf16, fp16 and fp32"
-    if problem.norm_eps is not None:
-        return "it has no post-expert norm"
-    return None
+    return why_no_kernels(problem)
 
 
 def notes(problem: Problem) -> str | None:

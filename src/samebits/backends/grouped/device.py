@@ -7,7 +7,7 @@ graph. Each stage has the rounding points of the contract, hence the bits of the
 import torch
 from torch import Tensor
 
-from samebits.backends.call import Call
+from samebits.backends.call import Call, why_no_kernels
 from samebits.problem import DTYPES, Problem, ProbPlacement
 
 
@@ -18,13 +18,7 @@ def why_not(problem: Problem) -> str | None:
     """
     if not problem.device.startswith("sm_"):
         return f"it has kernels for NVIDIA GPUs and for cpu, not for {problem.device}"
-    if int(problem.device.removeprefix("sm_")) < 80:
-        return f"its kernels need sm_80 or newer, not {problem.device}"
-    if problem.dtype == "fp64":
-        return "its kernels compute bf16, fp16 and fp32"
-    if problem.norm_eps is not None:
-        return "it has no post-expert norm on a GPU"
-    return None
+    return why_no_kernels(problem)
 
 
 def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor]:

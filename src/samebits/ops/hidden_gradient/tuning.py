@@ -33,11 +33,6 @@ TABLE: tuple[tuple[float, Config], ...] = (
 )  # fmt: skip
 
 
-def every() -> list[Config]:
-    """Return every tile that an architecture with evidence uses."""
-    return [config for _, config in TABLE]
-
-
 def heuristic(rows: int, experts: int, device: str) -> Config:
     """Return the tile for ``rows`` slots over ``experts`` experts.
 

@@ -6,8 +6,9 @@
     python benchmarks/stale_battery.py --device cuda --groups battery triton remedies --jobs 6
 
 Rows are written as they come to ``benchmarks/results/stale-<device>-torch-<version>.json``; a
-second run goes on where the first ended. Exit code 1: a program that this torch gets wrong was not
-found, or a right one was reported. Two cores take about a minute for each program.
+second run goes on where the first ended, and redoes what ``--first`` cut short. Exit code 1: a
+program that this torch gets wrong was not found, or a right one was reported. Two cores take about
+a minute for each program.
 """
 
 import argparse
@@ -59,8 +60,11 @@ class Record:
         if path.exists() and not again:
             self.values |= json.loads(path.read_text())
 
-    def has(self, group: str, name: str) -> bool:
-        return any((r["group"], r["program"]) == (group, name) for r in self.values["rows"])
+    def has(self, group: str, name: str, *, first: bool = False) -> bool:
+        """Return whether the program was measured; wholly, unless ``first`` is enough."""
+        rows = [r for r in self.values["rows"] if (r["group"], r["program"]) == (group, name)]
+        stopped = any(r.get("first") and r.get("stale") for r in rows)
+        return bool(rows) and (first or not stopped)
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         command = "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
@@ -181,7 +185,7 @@ def work(arguments: argparse.Namespace, record: Record) -> Iterator[Callable[[],
             label, programs = f"{group} {stale_megatron.version()}", stale_megatron.PROGRAMS
         for program in programs:
             wanted = not arguments.programs or program.name in arguments.programs
-            if wanted and not record.has(label, program.name):
+            if wanted and not record.has(label, program.name, first=arguments.first):
                 inputs = program.inputs
                 if arguments.device == "cuda":
                     inputs = stale_programs.on_cuda

@@ -157,6 +157,20 @@ def test_recomputed_activations_are_replayed_too() -> None:
     assert_bitwise_equal(x.grad, expected)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_tokens_are_recorded_once(reentrant: bool) -> None:
+    model, x = Model(), torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    _, expected = _recorded(model, x.detach())
+
+    with recording(model) as recorder:
+        checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
+
+    record = recorder.record()
+    assert record.tokens == TOKENS
+    for name in NAMES:
+        assert_bitwise_equal(record.layers[name].topk_ids, expected.layers[name].topk_ids)
+
+
 def test_a_part_of_the_tokens_in_another_order() -> None:
     layer, x = Model().layers[0], torch.randn(TOKENS, HIDDEN)
     _, record = _recorded(layer, x)

@@ -26,7 +26,10 @@ class Recorder:
         self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in names}
 
     def note(self, name: str, routing: Routing) -> None:
-        """Append the tokens of one call to those of a layer."""
+        """Append the tokens of one call to those of a layer; a recomputed call is no new one."""
+        # Activations are recomputed while a backward runs, and nothing else calls a router then.
+        if torch._C._current_graph_task_id() != -1:
+            return
         number = self._num_experts[name]
         ids = torch.where(routing.topk_ids < 0, number, routing.topk_ids)
         compact = ids.detach().to(compact_dtype(number))

@@ -113,6 +113,20 @@ def test_a_refit_in_place_is_seen() -> None:
     assert_bitwise_equal(module(x, counts, probs)[0], _expected(module, x, probs))
 
 
+@pytest.mark.parametrize("expert", range(EXPERTS))
+def test_a_parameter_that_changes_before_its_backward_is_an_error(expert: int) -> None:
+    module = Grouped(_config())
+    adapt(module)
+    x, counts, probs = _inputs()
+    out, _ = module(x.requires_grad_(), counts, probs)
+
+    with torch.no_grad():
+        getattr(module.linear_fc2, f"weight{expert}").add_(1)
+
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+        out.sum().backward()
+
+
 def test_a_refit_by_other_objects_is_seen() -> None:
     module = Grouped(_config())
     adapt(module)

@@ -63,9 +63,12 @@ class _Joined(torch.autograd.Function):
     """Give the gradient of a stacked view to the tensors whose memory it is."""
 
     @staticmethod
-    def forward(_ctx: Any, view: Tensor, *_parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, view: Tensor, *parameters: Tensor) -> Tensor:
+        # Saved for their versions alone: the view has that of the first.
+        ctx.save_for_backward(*parameters)
         return view.view_as(view)
 
     @staticmethod
-    def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # raises where one was written to since
         return (None, *grads[0].unbind(0))

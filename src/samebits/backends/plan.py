@@ -4,7 +4,7 @@ A recorded argument is a pointer into an input, into the output, or into memory 
 for itself: the last becomes one workspace. Everything else about a launch is kept as it was.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,20 +12,6 @@ from torch import Tensor
 
 # Buffers start at multiples of this, as the allocator's do: kernels are compiled for alignments.
 _ALIGNMENT = 512
-
-
-class _Described:
-    """What a launcher reads of a tensor descriptor; holds no tensor."""
-
-    def __init__(self, address: int, like: Any) -> None:
-        self.address = address
-        self.base = self
-        self.shape, self.strides, self.padding = like.shape, like.strides, like.padding
-        # Triton 3.7 added it.
-        self.round_f32_to_tf32 = getattr(like, "round_f32_to_tf32", False)
-
-    def data_ptr(self) -> int:
-        return self.address
 
 
 class _Place(NamedTuple):
@@ -38,16 +24,16 @@ class _Place(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One launch, ready but for its addresses."""
+    """One launch, ready but for its stream and addresses; see ``direct.Start``."""
 
-    run: Callable[..., None]
-    grid: tuple[int, int, int]
-    function: Any
-    metadata: Any
+    function: Callable[..., Any]
+    before: tuple[int, int, int]
+    after: tuple[Any, ...]
+    whole: bool
     arguments: tuple[Any, ...]
     pointers: tuple[_Place, ...]
-    # Descriptors, with the place of what they describe.
-    descriptors: tuple[tuple[_Place, _Described], ...]
+    # Descriptors by address, with the place of what they describe.
+    descriptors: tuple[tuple[_Place, Mapping[int, Any]], ...]
 
 
 class Plan(NamedTuple):
@@ -68,20 +54,25 @@ class Plan(NamedTuple):
         x = tensors[0]
         assert x is not None
         if out is None:
-            out = x.new_empty(x.shape, dtype=self.out_dtype)
-        workspace = x.new_empty(self.workspace, dtype=torch.uint8)
+            out = torch.empty_like(x, dtype=self.out_dtype, memory_format=torch.contiguous_format)
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        addresses += (workspace.data_ptr(), out.data_ptr())
+        if self.workspace:
+            workspace = x.new_empty(self.workspace, dtype=torch.uint8)
+            addresses.append(workspace.data_ptr())
+        else:
+            addresses.append(0)
+        addresses.append(out.data_ptr())
         stream = self.stream_of(x.get_device())
-        for run, grid, function, metadata, template, pointers, descriptors in self.steps:
-            arguments: list[Any] = list(template)
+        for function, before, after, whole, template, pointers, descriptors in self.steps:
+            arguments = list(template)
             for argument, source, offset in pointers:
                 arguments[argument] = addresses[source] + offset
-            for (argument, source, offset), like in descriptors:
-                arguments[argument] = _Described(addresses[source] + offset, like)
-            # As a JIT function calls it once it has found the kernel (Triton 3.4 to 3.9); without
-            # the hooks of profilers.
-            run(*grid, stream, function, metadata, None, None, None, *arguments)
+            for (argument, source, offset), made in descriptors:
+                arguments[argument] = made[addresses[source] + offset]
+            if whole:
+                function(*before, stream, *after, arguments)
+            else:
+                function(*before, stream, *after, *arguments)
         return out
 
 
@@ -101,31 +92,44 @@ def plan_of(
     # Imported here: the operator must not need Triton.
     from samebits.ops._triton.launch import device_queries
 
-    finder = _Finder(tensors, out)
-    steps = []
-    for compiled, grid, arguments in launches:
-        pointers, descriptors = [], []
-        for index, argument in enumerate(arguments):
-            described = hasattr(argument, "block_shape")
-            tensor = argument.base if described else argument
-            if not isinstance(tensor, Tensor):
-                continue
-            found = finder.find(tensor)
-            if found is None:
-                return None
-            place = _Place(index, *found)
-            if described:
-                descriptors.append((place, _Described(0, argument)))
-            else:
-                pointers.append(place)
-        moved = {place.argument for place in (*pointers, *(place for place, _ in descriptors))}
-        template = tuple(None if i in moved else a for i, a in enumerate(arguments))
-        whole = (*grid, 1, 1)[:3]
-        handles = (compiled.run, whole, compiled.function, compiled.packed_metadata)
-        steps.append(_Step(*handles, template, tuple(pointers), tuple(descriptors)))
     if given is not None and out is not given:
         return None
-    return Plan(tuple(steps), finder.workspace, out.dtype, *device_queries())
+    finder = _Finder(tensors, out)
+    steps = [_step(finder, *launch) for launch in launches]
+    known = tuple(step for step in steps if step is not None)
+    if len(known) < len(steps):
+        return None
+    return Plan(known, finder.workspace, out.dtype, *device_queries())
+
+
+def _step(
+    finder: "_Finder", compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]
+) -> _Step | None:
+    """Return one launch with its pointers found; None where one could mean two tensors."""
+    from samebits.ops._triton.direct import start_of
+
+    described = {i: a for i, a in enumerate(arguments) if hasattr(a, "block_shape")}
+    function, before, after, whole, made = start_of(compiled, grid, described)
+    template: list[Any] = []
+    pointers, descriptors = [], []
+    for index, argument in enumerate(arguments):
+        tensor = argument.base if index in described else argument
+        if not isinstance(tensor, Tensor):
+            template.append(argument)
+            continue
+        found = finder.find(tensor)
+        if found is None:
+            return None
+        place = _Place(len(template), *found)
+        template.append(None)
+        if index in described:
+            by_address, rest = made[index]
+            descriptors.append((place, by_address))
+            template += rest
+        else:
+            pointers.append(place)
+    moved = tuple(pointers), tuple(descriptors)
+    return _Step(function, before, after, whole, tuple(template), *moved)
 
 
 class _Finder:

@@ -19,6 +19,7 @@ from samebits.arguments import (
     require_type,
 )
 from samebits.errors import must
+from samebits.formats.descriptor import FormatPair
 from samebits.weights import Layout
 
 
@@ -80,6 +81,8 @@ class Problem:
     activation: Activation = Activation()
     placement: ProbPlacement = ProbPlacement.FC2_OUTPUT
     layout: Layout = Layout()
+    # Formats of the projections; None means that they are stored in dtype.
+    format: FormatPair | None = None
     # Dtype of each bias; None where there is none.
     gate_up_bias: str | None = None
     down_bias: str | None = None
@@ -105,6 +108,8 @@ class Problem:
         require_type("activation", self.activation, Activation)
         require_type("placement", self.placement, ProbPlacement)
         require_type("layout", self.layout, Layout)
+        if self.format is not None:
+            require_type("format", self.format, FormatPair)
         for name in ("dtype", "gate_up_bias", "down_bias", "probs", "out_dtype"):
             value = getattr(self, name)
             if value is not None or name in ("dtype", "probs"):
@@ -151,6 +156,7 @@ class Problem:
             "activation": Activation.parse,
             "placement": ProbPlacement,
             "layout": Layout.parse,
+            "format": FormatPair.parse,
             "norm_eps": float,
             "counted": read_bool,
             "grad": read_bool,

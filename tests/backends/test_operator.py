@@ -40,7 +40,7 @@ def test_operators_pass_opcheck() -> None:
         None,
         None,
     )
-    options = f"{problem.activation.key}|fc2_output|{problem.layout.key}|||grouped"
+    options = f"{problem.activation.key}|fc2_output|{problem.layout.key}|||grouped|"
 
     torch.library.opcheck(
         torch.ops.samebits.experts_forward.default, (*tensors, options, problem.E, 0, True)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from samebits.arguments import require_type
 from samebits.errors import must
-from samebits.problem import Problem
+from samebits.formats.matrix import QuantizedMatrix
+from samebits.problem import DTYPES, Problem
 
 
 class Call(NamedTuple):
@@ -19,9 +20,9 @@ class Call(NamedTuple):
     topk_ids: Tensor
     # (T, K).
     topk_probs: Tensor
-    # (E, 2F or F, H), any strides.
+    # (E, 2F or F, H), any strides; where quantised, the values of ``samebits.formats``.
     gate_up: Tensor
-    # (E, H, F), any strides.
+    # (E, H, F), any strides; where quantised, the values.
     down: Tensor
     # (E, 2F or F).
     gate_up_bias: Tensor | None
@@ -31,10 +32,17 @@ class Call(NamedTuple):
     norm_scale: Tensor | None
     # (1,) int32.
     num_valid_tokens: Tensor | None
+    # Scales and global scales of quantised projections, as in ``samebits.formats``.
+    gate_up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
+    gate_up_global: Tensor | None = None
+    down_global: Tensor | None = None
     # (T, H), where the caller wants the output; a backend may return another tensor instead.
     out: Tensor | None = None
 
 
+# The tensors that enter an operator: all but ``out``.
+INPUTS = Call._fields.index("out")
 # The differentiable tensors of a call, in the order in which every backward returns gradients.
 DIFFERENTIABLE = (
     "x",
@@ -57,6 +65,34 @@ class Gradients(NamedTuple):
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     norm_scale: Tensor | None = None
+
+
+def quantized(problem: Problem, call: Call, name: str) -> QuantizedMatrix:
+    """Return the projection ``name`` ("gate_up" or "down") of a problem with a format."""
+    assert problem.format is not None
+    columns = {"gate_up": problem.H, "down": problem.F}
+    scales: Tensor | None = getattr(call, f"{name}_scales")
+    assert scales is not None
+    return QuantizedMatrix(
+        format=getattr(problem.format, name),
+        columns=columns[name],
+        values=getattr(call, name),
+        scales=scales,
+        global_scale=getattr(call, f"{name}_global"),
+    )
+
+
+def weights_of_experts(
+    problem: Problem, call: Call, name: str, experts: slice | list[int]
+) -> Tensor:
+    """Return the projection ``name`` of some experts in the working dtype.
+
+    Determinism: exact where nothing is quantised; otherwise see ``samebits.formats``.
+    """
+    if problem.format is None:
+        matrices: Tensor = getattr(call, name)[experts]
+        return matrices
+    return quantized(problem, call, name).select(experts).dequantize(DTYPES[problem.dtype])
 
 
 def check_out(out: Tensor, call: Call, dtype: torch.dtype) -> None:
@@ -108,6 +144,8 @@ def why_no_kernels(problem: Problem) -> str | None:
     """
     if int(problem.device.removeprefix("sm_")) < 80:
         return f"its kernels need sm_80 or newer, not {problem.device}"
+    if problem.format is not None:
+        return "it has no kernels for quantised weights"
     if problem.dtype == "fp64":
         return "its kernels compute bf16, fp16 and fp32"
     if problem.norm_eps is not None:

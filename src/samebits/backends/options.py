@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from samebits.activation import Activation
+from samebits.formats.descriptor import FormatPair
 from samebits.problem import DTYPE_NAMES, DTYPES, ProbPlacement
 from samebits.weights import Layout, PostExpertNorm
 
@@ -19,6 +20,7 @@ class Options(NamedTuple):
     norm: PostExpertNorm | None
     out_dtype: torch.dtype | None
     backend: str
+    format: FormatPair | None = None
 
     @property
     def text(self) -> str:
@@ -32,6 +34,7 @@ class Options(NamedTuple):
             norm,
             out,
             self.backend,
+            "" if self.format is None else self.format.key,
         )
         return "|".join(parts)
 
@@ -43,7 +46,7 @@ class Options(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Options:
-    activation, placement, layout, norm, out, backend = text.split("|")
+    activation, placement, layout, norm, out, backend, stored = text.split("|")
     return Options(
         Activation.parse(activation),
         ProbPlacement(placement),
@@ -51,4 +54,5 @@ def _parse(text: str) -> Options:
         PostExpertNorm(eps=float(norm)) if norm else None,
         DTYPES[out] if out else None,
         backend,
+        FormatPair.parse(stored) if stored else None,
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from samebits.arguments import require_int, require_name
+from samebits.arguments import require_int, require_name, require_type
 from samebits.errors import must
 
 
@@ -145,6 +145,40 @@ class WeightFormat:
         if self.global_scale:
             shapes["global_scale"] = (experts,)
         return shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatPair:
+    """The formats of the two projections; they differ at most in their blocks."""
+
+    gate_up: WeightFormat
+    down: WeightFormat
+    # Canonical spelling: one key, or "gate_up/down" where they differ.
+    key: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        require_type("gate_up", self.gate_up, WeightFormat)
+        require_type("down", self.down, WeightFormat)
+        first, second = self.gate_up, self.down
+        if first.name != second.name:
+            rule = f"be of the kind of gate_up ({first.name})"
+            raise ValueError(must("format of down", rule, second.name))
+        key = first.key if first == second else f"{first.key}/{second.key}"
+        object.__setattr__(self, "key", key)
+
+    def __str__(self) -> str:
+        return self.key
+
+    @staticmethod
+    def parse(key: str) -> "FormatPair":
+        """Return the pair that ``key`` spells; the inverse of ``FormatPair.key``."""
+        first, _, second = key.partition("/")
+        pair = FormatPair(
+            gate_up=WeightFormat.parse(first), down=WeightFormat.parse(second or first)
+        )
+        if pair.key != key:
+            raise ValueError(must("format", f"be spelled {pair.key}", repr(key)))
+        return pair
 
 
 @lru_cache(maxsize=256)

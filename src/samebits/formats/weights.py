@@ -9,7 +9,7 @@ from torch import Tensor
 
 from samebits.arguments import require_type
 from samebits.errors import must
-from samebits.formats.descriptor import WeightFormat
+from samebits.formats.descriptor import FormatPair, WeightFormat
 from samebits.formats.matrix import QuantizedMatrix
 from samebits.formats.packing import ScaleRule, quantize_matrix
 from samebits.weights import (
@@ -58,6 +58,8 @@ class QuantizedWeights:
         if self.down.device != self.gate_up.device:
             rule = f"be on the device of gate_up ({self.gate_up.device})"
             raise ValueError(must("down", rule, self.down.device))
+        # Raises where the formats do not go together.
+        _ = self.format
         # The rules of dense weights, on matrices of these shapes that take no memory.
         gate_up, down = (
             torch.empty(1, dtype=self.dtype, device=self.gate_up.device).expand(matrix.shape)
@@ -74,10 +76,9 @@ class QuantizedWeights:
         return self.gate_up.shape[1] != self.down.shape[2]
 
     @property
-    def format_key(self) -> str:
-        """Canonical spelling of both formats: one key, or "gate_up/down" where they differ."""
-        first, second = self.gate_up.format.key, self.down.format.key
-        return first if first == second else f"{first}/{second}"
+    def format(self) -> FormatPair:
+        """The formats of the two projections."""
+        return FormatPair(gate_up=self.gate_up.format, down=self.down.format)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are present, by name ("gate_up.values" …), in a fixed order."""
@@ -95,6 +96,13 @@ class QuantizedWeights:
         }
         changed |= {n: getattr(self, n).map(function) for n in ("gate_up", "down")}
         return replace(self, **changed)
+
+    def to(self, dtype: torch.dtype) -> "QuantizedWeights":
+        """Return weights that stand for numbers in ``dtype``; what is not quantised is cast."""
+        changed: dict[str, Any] = {
+            n: t.to(dtype) for n in _VECTORS if (t := getattr(self, n)) is not None
+        }
+        return replace(self, dtype=dtype, **changed)
 
     def to_layout(self, layout: Layout) -> "QuantizedWeights":
         """Return weights with gate and up reordered to ``layout``; the same weights, a copy.

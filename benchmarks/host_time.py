@@ -19,7 +19,8 @@ from layer_cases import sets_of, weights_of
 from samebits import env
 from samebits.backends import BACKENDS, choose, repetition
 from samebits.backends.call import Call
-from samebits.backends.operator import problem_of, run
+from samebits.backends.differentiable import run
+from samebits.backends.operator import problem_of
 from samebits.backends.options import Options
 from samebits.experts import checked, experts
 from samebits.ops.activation.kernel import launch_activation_forward

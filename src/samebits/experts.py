@@ -6,12 +6,14 @@ from torch import Tensor
 from samebits.activation import Activation
 from samebits.arguments import require_int, require_type
 from samebits.backends import check_name, repetition
-from samebits.backends.call import Call, check_out
-from samebits.backends.operator import autocast_dtype, compute, run
+from samebits.backends.call import Call, check_count, check_out
+from samebits.backends.differentiable import run
+from samebits.backends.operator import autocast_dtype, compute
 from samebits.backends.options import Options
 from samebits.errors import must
 from samebits.problem import DTYPE_NAMES, ProbPlacement
 from samebits.routing import Routing
+from samebits.weight_gradients import Destination
 from samebits.weights import ExpertWeights
 
 _PLAIN = Activation()
@@ -31,6 +33,7 @@ def experts(
     out_dtype: torch.dtype | None = None,
     num_valid_tokens: Tensor | None = None,
     out: Tensor | None = None,
+    weight_gradients: Destination | None = None,
 ) -> Tensor:
     """Return each token's weighted sum over its experts, ``Σ_k p_k · expert_k(x)``.
 
@@ -51,6 +54,8 @@ def experts(
         out: Where to write the result, for callers with a buffer of their own: ``(T, H)``
             contiguous, of the result's dtype, no memory in common with the other tensors. Not
             where a gradient is wanted.
+        weight_gradients: Where the gradients of the parameters go, ``WeightGradients(…).of(…)``;
+            None gives them to autograd. Without a gradient it is not looked at.
 
     Returns:
         ``(T, H)``; differentiable in ``x``, the probabilities and every parameter. ``out``, where
@@ -91,7 +96,7 @@ def experts(
         return repetition.record(
             key, request, lambda: compute(call, options, num_experts, expert_start, save=False)[0]
         )
-    return run(call, options, num_experts, expert_start)
+    return run(call, options, num_experts, expert_start, weight_gradients)
 
 
 def checked(
@@ -156,6 +161,7 @@ def grouped_experts(
     placement: ProbPlacement = ProbPlacement.FC2_OUTPUT,
     backend: str = "auto",
     out_dtype: torch.dtype | None = None,
+    weight_gradients: Destination | None = None,
 ) -> Tensor:
     """Return each row's expert output, for callers that sorted their rows by expert already.
 
@@ -173,6 +179,7 @@ def grouped_experts(
         placement: See ``experts``.
         backend: See ``experts``.
         out_dtype: See ``experts``.
+        weight_gradients: See ``experts``.
 
     Returns:
         ``(R, H)``.
@@ -209,6 +216,7 @@ def grouped_experts(
         placement=placement,
         backend=backend,
         out_dtype=out_dtype,
+        weight_gradients=weight_gradients,
     )
 
 
@@ -277,15 +285,3 @@ def _check_routing(routing: Routing, x: Tensor) -> None:
         raise ValueError(must("topk_probs", rule, routing.topk_probs.dtype))
     if ids.device != x.device:
         raise ValueError(must("topk_ids", f"be on the device of x ({x.device})", ids.device))
-
-
-def check_count(num_valid_tokens: Tensor, x: Tensor) -> None:
-    """Raise unless ``num_valid_tokens`` is a ``(1,)`` int32 tensor on the device of ``x``."""
-    if not isinstance(num_valid_tokens, Tensor) or num_valid_tokens.dtype != torch.int32:
-        actual = getattr(num_valid_tokens, "dtype", type(num_valid_tokens).__name__)
-        raise TypeError(must("num_valid_tokens", "be an int32 tensor", actual))
-    if tuple(num_valid_tokens.shape) != (1,):
-        raise ValueError(must("num_valid_tokens", "have shape (1,)", tuple(num_valid_tokens.shape)))
-    if num_valid_tokens.device != x.device:
-        rule = f"be on the device of x ({x.device})"
-        raise ValueError(must("num_valid_tokens", rule, num_valid_tokens.device))

@@ -55,8 +55,15 @@ DIFFERENTIABLE = (
 )
 
 
+# Those of them that a module owns.
+PARAMETERS = DIFFERENTIABLE[2:]
+
+
 class Gradients(NamedTuple):
-    """Gradients of one call, named as the tensors they belong to; None where not wanted."""
+    """Gradients of one call, named as the tensors they belong to.
+
+    None where not wanted, or where a buffer was given for it.
+    """
 
     x: Tensor | None = None
     topk_probs: Tensor | None = None
@@ -113,6 +120,21 @@ def check_out(out: Tensor, call: Call, dtype: torch.dtype) -> None:
     for name, tensor in zip(Call._fields, call, strict=True):
         if tensor is not None and overlap(out, tensor):
             raise ValueError(must("out", f"have no memory in common with {name}", "some"))
+
+
+def check_count(num_valid_tokens: Tensor, x: Tensor) -> None:
+    """Raise unless ``num_valid_tokens`` is a ``(1,)`` int32 tensor on the device of ``x``.
+
+    Determinism: no arithmetic.
+    """
+    if not isinstance(num_valid_tokens, Tensor) or num_valid_tokens.dtype != torch.int32:
+        actual = getattr(num_valid_tokens, "dtype", type(num_valid_tokens).__name__)
+        raise TypeError(must("num_valid_tokens", "be an int32 tensor", actual))
+    if tuple(num_valid_tokens.shape) != (1,):
+        raise ValueError(must("num_valid_tokens", "have shape (1,)", tuple(num_valid_tokens.shape)))
+    if num_valid_tokens.device != x.device:
+        rule = f"be on the device of x ({x.device})"
+        raise ValueError(must("num_valid_tokens", rule, num_valid_tokens.device))
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

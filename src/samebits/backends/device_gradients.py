@@ -5,16 +5,24 @@ the parameters, each over rows in their order. Only z is kept between forward an
 metadata, h and the permuted rows are made again.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
 from samebits.ops.permute.tuning import Metadata
 from samebits.problem import Problem, ProbPlacement
+from samebits.weight_gradients import Buffer
 
 
 def backward(
-    problem: Problem, call: Call, z: Tensor, dout: Tensor, wanted: tuple[bool, ...]
+    problem: Problem,
+    call: Call,
+    z: Tensor,
+    dout: Tensor,
+    wanted: tuple[bool, ...],
+    into: Mapping[str, Buffer],
 ) -> Gradients:
     """Return the wanted gradients from ``z``; recomputes h.
 
@@ -63,7 +71,7 @@ def backward(
             want_h="down" in want,
             want_partial=want_partial,
         )
-    products = _Products(problem, call, metadata, want)
+    products = _Products(problem, call, metadata, want, into)
     grads = products.of_second(dy, h, None if on_input else probs)
     # Their memory serves the next products.
     del dy, h
@@ -81,18 +89,25 @@ def backward(
         grads |= products.of_first(dz, probs if on_input else None)
     if "topk_probs" in grads:
         grads["topk_probs"] = grads["topk_probs"].to(call.topk_probs.dtype)
-    return Gradients(**grads)
+    return Gradients(**{name: grad for name, grad in grads.items() if name not in into})
 
 
 class _Products:
     """The products of a backward that follow the gradients of z and y."""
 
-    def __init__(self, problem: Problem, call: Call, metadata: Metadata, want: set[str]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        call: Call,
+        metadata: Metadata,
+        want: set[str],
+        into: Mapping[str, Buffer],
+    ) -> None:
         from samebits.ops.weight_gradient import tuning
         from samebits.ops.weight_gradient.kernel import launch_order
 
         self.problem, self.call, self.metadata, self.want = problem, call, metadata, want
-        self.total = call.topk_ids.numel()
+        self.into, self.total = into, call.topk_ids.numel()
         config = tuning.heuristic(max(self.total, 1), problem.E, problem.device)
         self.config = config.for_fp32() if problem.dtype == "fp32" else config
         self.order = launch_order(metadata.offsets) if want & {"gate_up", "down"} else None
@@ -101,9 +116,9 @@ class _Products:
         """Return the gradients of the parameters of the second projection."""
         grads = {}
         if h is not None:
-            grads["down"] = self._weight(dy, h, self.call.down)
+            grads["down"] = self._weight("down", dy, h, self.call.down)
         if "down_bias" in self.want and self.call.down_bias is not None:
-            grads["down_bias"] = self._bias(dy, probs, self.call.down_bias)
+            grads["down_bias"] = self._bias("down_bias", dy, probs, self.call.down_bias)
         return grads
 
     def of_first(self, dz: Tensor, probs: Tensor | None) -> dict[str, Tensor]:
@@ -113,7 +128,7 @@ class _Products:
         call, topk, inverse, grads = self.call, self.problem.K, self.metadata.inverse, {}
         want_probs = probs is not None and "topk_probs" in self.want
         if "gate_up_bias" in self.want and call.gate_up_bias is not None:
-            grads["gate_up_bias"] = self._bias(dz, None, call.gate_up_bias)
+            grads["gate_up_bias"] = self._bias("gate_up_bias", dz, None, call.gate_up_bias)
         if "x" in self.want or want_probs:
             rows = self._input(dz)
             x = call.x if want_probs else None
@@ -125,7 +140,7 @@ class _Products:
                 grads["topk_probs"] = dprobs
         if "gate_up" in self.want:
             x = launch_permute(call.x, inverse, topk, probs)
-            grads["gate_up"] = self._weight(dz, x, call.gate_up)
+            grads["gate_up"] = self._weight("gate_up", dz, x, call.gate_up)
         return grads
 
     def _input(self, dz: Tensor) -> Tensor:
@@ -144,15 +159,28 @@ class _Products:
             dz, self.metadata.slots, tiles, matrices, None, None, config
         )
 
-    def _weight(self, a: Tensor, b: Tensor, parameter: Tensor) -> Tensor:
+    def _weight(self, name: str, a: Tensor, b: Tensor, parameter: Tensor) -> Tensor:
         from samebits.ops.weight_gradient.kernel import launch_weight_gradient
 
         assert self.order is not None
-        grad = torch.empty_like(parameter)
-        return launch_weight_gradient(a, b, self.metadata.offsets, self.order, grad, self.config)
+        buffer = self.into.get(name)
+        return launch_weight_gradient(
+            a,
+            b,
+            self.metadata.offsets,
+            self.order,
+            torch.empty_like(parameter) if buffer is None else buffer.tensor,
+            self.config,
+            accumulate=buffer is not None and buffer.accumulate,
+        )
 
-    def _bias(self, rows: Tensor, probs: Tensor | None, parameter: Tensor) -> Tensor:
+    def _bias(self, name: str, rows: Tensor, probs: Tensor | None, parameter: Tensor) -> Tensor:
         from samebits.ops.weight_gradient.kernel import launch_bias_gradient
 
-        grad = torch.empty_like(parameter)
-        return launch_bias_gradient(rows, self.metadata.offsets, self.metadata.slots, probs, grad)
+        buffer = self.into.get(name)
+        dtype = parameter.dtype if buffer is None else torch.float32
+        grad = torch.empty_like(parameter, dtype=dtype)
+        launch_bias_gradient(rows, self.metadata.offsets, self.metadata.slots, probs, grad)
+        if buffer is not None:
+            buffer.store(grad)
+        return grad

@@ -5,11 +5,14 @@ call can be captured in a CUDA graph. Tiles follow T, bits do not: every tile of
 the same. The table is evidence for sm_90; another architecture has one tile for every T.
 """
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from samebits.backends import device_gradients
 from samebits.backends.call import Call, Gradients, why_no_kernels
 from samebits.problem import DTYPES, Problem, ProbPlacement
+from samebits.weight_gradients import Buffer
 from samebits.weights import ExpertWeights
 
 NAME = "fused"
@@ -100,11 +103,16 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
 
 
 def backward(
-    problem: Problem, call: Call, z: Tensor, dout: Tensor, wanted: tuple[bool, ...]
+    problem: Problem,
+    call: Call,
+    z: Tensor,
+    dout: Tensor,
+    wanted: tuple[bool, ...],
+    into: Mapping[str, Buffer],
 ) -> Gradients:
     """Return the wanted gradients from ``z``; recomputes h.
 
     Determinism: repeatable; rows ascend in every sum over rows; dx is independent of T and of the
     other rows.
     """
-    return device_gradients.backward(problem, call, z, dout, wanted)
+    return device_gradients.backward(problem, call, z, dout, wanted, into)

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from samebits import env
 from samebits.autograd import laid_out
 from samebits.backends import choose
-from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
+from samebits.backends.call import DIFFERENTIABLE, PARAMETERS, Call, Gradients
 from samebits.backends.options import Options
-from samebits.errors import UnsupportedError, must
+from samebits.errors import must
 from samebits.problem import DTYPE_NAMES, Problem
+from samebits.weight_gradients import Buffer
 
 
 @lru_cache(maxsize=4096)
@@ -95,6 +95,11 @@ _RETURNS = ", ".join("Tensor" for _ in DIFFERENTIABLE)
 torch.library.define(
     "samebits::experts_backward",
     f"({_TENSORS}, Tensor z, Tensor dout, {_OPTIONS}, bool[] wanted) -> ({_RETURNS})",
+)
+torch.library.define(
+    "samebits::experts_backward_into",
+    f"(Tensor(a!)[] buffers, {_TENSORS}, Tensor z, Tensor dout, {_OPTIONS}, bool[] wanted, "
+    "bool[] accumulate) -> (Tensor, Tensor)",
 )
 
 
@@ -182,20 +187,35 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, call.x.new_empty(rows, call.gate_up.shape[1])
 
 
-@torch.library.impl("samebits::experts_backward", "CompositeExplicitAutograd")
-def _backward(*arguments: Any) -> tuple[Tensor, ...]:
+def _compute_backward(arguments: tuple[Any, ...], into: dict[str, Buffer]) -> tuple[Tensor, ...]:
+    """Return the gradients of the chosen backend, empty where not wanted or stored in ``into``."""
     call = Call(*arguments[:9])
     z, dout, text, num_experts, expert_start, wanted = arguments[9:]
     options = Options.parse(text)
     problem = problem_of(options, call, num_experts, expert_start, grad=True)
     module = choose(options.backend, problem)
     with outside_autocast(call.x.device), on_device(call.x.device):
-        grads: Gradients = module.backward(problem, call, z, dout, tuple(wanted))
+        grads: Gradients = module.backward(problem, call, z, dout, tuple(wanted), into)
     tensors = [getattr(call, name) for name in DIFFERENTIABLE]
     return tuple(
         call.x.new_empty(0) if g is None else laid_out(g, t)
         for g, t in zip(grads, tensors, strict=True)
     )
+
+
+@torch.library.impl("samebits::experts_backward", "CompositeExplicitAutograd")
+def _backward(*arguments: Any) -> tuple[Tensor, ...]:
+    return _compute_backward(arguments, {})
+
+
+@torch.library.impl("samebits::experts_backward_into", "CompositeExplicitAutograd")
+def _backward_into(buffers: list[Tensor], *arguments: Any) -> tuple[Tensor, Tensor]:
+    # One buffer for each wanted parameter, in their order.
+    *others, wanted, accumulate = arguments
+    names = [n for n, want in zip(DIFFERENTIABLE, wanted, strict=True) if want and n in PARAMETERS]
+    into = map(Buffer, buffers, accumulate)
+    dx, dprobs, *_ = _compute_backward((*others, wanted), dict(zip(names, into, strict=True)))
+    return dx, dprobs
 
 
 @torch.library.register_fake("samebits::experts_backward")  # type: ignore[untyped-decorator]
@@ -208,69 +228,7 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     )
 
 
-class _Experts(torch.autograd.Function):
-    """Tie the two operators together; saves the inputs and ``z``."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        out: Tensor
-        out, z = torch.ops.samebits.experts_forward(*arguments, True)
-        ctx.save_for_backward(*arguments[:9], z)
-        ctx.options = arguments[9:]
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise UnsupportedError(
-                "a layer has no second derivatives; hint: call backward without create_graph"
-            )
-        *tensors, z = ctx.saved_tensors
-        # Inputs are in the order of Call; topk_ids (1) and num_valid_tokens (8) have no gradient.
-        places = [Call._fields.index(name) for name in DIFFERENTIABLE]
-        wanted = [ctx.needs_input_grad[i] for i in places]
-        grads = torch.ops.samebits.experts_backward(*tensors, z, douts[0], *ctx.options, wanted)
-        result: list[Tensor | None] = [None] * 12
-        for place, want, grad in zip(places, wanted, grads, strict=True):
-            result[place] = grad if want else None
-        return tuple(result)
-
-
-def run(call: Call, options: Options, num_experts: int, expert_start: int) -> Tensor:
-    """Run one call through the operator; differentiable once.
-
-    Args:
-        call: Validated tensors.
-        options: Everything else.
-        num_experts: N.
-        expert_start: First expert held here.
-
-    Returns:
-        ``(T, H)``.
-
-    Raises:
-        UnsupportedError: A derivative is asked for that is not the plain reverse one.
-
-    Determinism: the chosen backend's.
-    """
-    arguments = (*call[:9], options.text, num_experts, expert_start)
-    tensors = [t for name in DIFFERENTIABLE if (t := getattr(call, name)) is not None]
-    eager = not torch.compiler.is_compiling()
-    if eager and any(unpack_dual(t).tangent is not None for t in tensors):
-        raise UnsupportedError("a layer has no forward-mode derivatives; hint: torch.autograd.grad")
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        if eager and torch._C._are_functorch_transforms_active():
-            raise UnsupportedError(
-                "a layer has no gradients under torch.func transforms; hint: torch.autograd.grad"
-            )
-        if call.out is not None:
-            raise UnsupportedError(
-                "a layer has no gradients through out; hint: torch.no_grad(), or no out"
-            )
-        out: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
-        return out
-    if call.out is not None:
-        torch.ops.samebits.experts_into(call.out, *arguments)
-        return call.out
-    out, _ = torch.ops.samebits.experts_forward(*arguments, False)
-    return out
+@torch.library.register_fake("samebits::experts_backward_into")  # type: ignore[untyped-decorator]
+def _backward_into_fake(_buffers: list[Tensor], *arguments: Any) -> tuple[Tensor, Tensor]:
+    dx, dprobs, *_ = _backward_fake(*arguments[:-1])
+    return dx, dprobs

@@ -5,14 +5,23 @@ to the working dtype exactly where ``_round`` is called; all else is fp32 (fp64 
 exact products. Gradients are autograd's through these rounding points.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from samebits import activation as act
 from samebits.autograd import recording
-from samebits.backends.call import DIFFERENTIABLE, Call, Gradients, accumulate_dtype
+from samebits.backends.call import (
+    DIFFERENTIABLE,
+    Call,
+    Gradients,
+    accumulate_dtype,
+    weights_of_experts,
+)
 from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.routing import Permutation
+from samebits.weight_gradients import Buffer
 from samebits.weights import split_gate_up
 
 NAME = "reference"
@@ -48,22 +57,36 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
 
 
 def backward(
-    problem: Problem, call: Call, z: Tensor, dout: Tensor, wanted: tuple[bool, ...]
+    problem: Problem,
+    call: Call,
+    z: Tensor,
+    dout: Tensor,
+    wanted: tuple[bool, ...],
+    into: Mapping[str, Buffer],
 ) -> Gradients:
     """Return the wanted gradients by autograd through ``compute``, which runs again.
 
     Determinism: repeatable.
     """
     del z
-    tensors = {n: t for n in DIFFERENTIABLE if (t := getattr(call, n)) is not None}
-    leaves = {n: t.detach().requires_grad_() for n, t in tensors.items()}
     names = [n for n, want in zip(DIFFERENTIABLE, wanted, strict=True) if want]
+    tensors = {n: t for n in DIFFERENTIABLE if (t := getattr(call, n)) is not None}
+    leaves = {
+        # A gradient has the dtype of its leaf: that of sums, where it is stored unrounded.
+        n: (t.detach().to(accumulate_dtype(problem)) if n in into else t.detach()).requires_grad_(
+            n in names
+        )
+        for n, t in tensors.items()
+    }
     with recording():
         out, _ = compute(problem, call._replace(**leaves))
         grads = torch.autograd.grad(
             out, [leaves[n] for n in names], dout, allow_unused=True, materialize_grads=True
         )
-    return Gradients(**dict(zip(names, grads, strict=True)))
+    found = dict(zip(names, grads, strict=True))
+    for name, buffer in into.items():
+        buffer.store(found.pop(name))
+    return Gradients(**found)
 
 
 def compute(problem: Problem, call: Call) -> tuple[Tensor, Tensor]:
@@ -110,7 +133,8 @@ def _expert(
     x = x.to(wide)
     if problem.placement == ProbPlacement.FC1_INPUT:
         x = _round(x * p)
-    z = x @ call.gate_up[expert].to(wide).T
+    only = slice(expert, expert + 1)
+    z = x @ weights_of_experts(problem, call, "gate_up", only)[0].to(wide).T
     if call.gate_up_bias is not None:
         z = z + call.gate_up_bias[expert].to(wide)
     z = _round(z)
@@ -118,7 +142,7 @@ def _expert(
     h = act.apply(problem.activation, gate, up)
     if problem.placement == ProbPlacement.FC2_INPUT:
         h = h * p
-    y = _round(h) @ call.down[expert].to(wide).T
+    y = _round(h) @ weights_of_experts(problem, call, "down", only)[0].to(wide).T
     if call.down_bias is not None:
         bias = call.down_bias[expert].to(wide)
         y = y + (p * bias if problem.placement == ProbPlacement.FC2_INPUT else bias)

@@ -13,6 +13,7 @@ from samebits.errors import must
 from samebits.experts import experts
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
+from samebits.weight_gradients import Owner, WeightGradients
 from samebits.weights import (
     ORIENTATIONS,
     ExpertWeights,
@@ -50,6 +51,8 @@ class Experts(nn.Module):
         down_bias: Add a bias to the second projection.
         norm: Norm of each expert output, with a learned scale; None means none.
         backend: "auto", or the name of one backend, which then runs the layer or raises.
+        weight_gradients: Where the parameters' gradients go, and when; None gives them to autograd,
+            whatever attributes the parameters have.
         device: Device of the parameters; "meta" allocates nothing.
         dtype: Dtype of the parameters; None means torch's default dtype.
 
@@ -72,6 +75,7 @@ class Experts(nn.Module):
         down_bias: bool = False,
         norm: PostExpertNorm | None = None,
         backend: str = "auto",
+        weight_gradients: WeightGradients | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -93,6 +97,9 @@ class Experts(nn.Module):
         self.orientation = orientation
         self.norm = norm
         self.backend = backend
+        if weight_gradients is not None:
+            require_type("weight_gradients", weight_gradients, WeightGradients)
+        self.weight_gradients = weight_gradients
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -210,7 +217,29 @@ class Experts(nn.Module):
             expert_start=expert_start,
             out_dtype=out_dtype,
             num_valid_tokens=num_valid_tokens,
+            weight_gradients=(
+                None if self.weight_gradients is None else self.weight_gradients.of(self._owners())
+            ),
         )
+
+    def backward_dw(self) -> None:
+        """Compute the gradients that the oldest waiting backward pass left; nothing if none waits.
+
+        Raises:
+            UnsupportedError: A parameter was replaced since the forward.
+            ValueError: A tensor that the gradients need was changed since the backward.
+
+        Determinism: the bits of a backward that is not delayed.
+        """
+        if self.weight_gradients is not None:
+            self.weight_gradients.backward_dw(self._owners())
+
+    def _owners(self) -> dict[str, Owner]:
+        transposed = self.orientation == "in_out"
+        return {
+            name: Owner(parameter, transposed=transposed and name in ("gate_up", "down"))
+            for name, parameter in self.named_parameters(recurse=False)
+        }
 
     def extra_repr(self) -> str:
         """Return sizes, and every option that is not neutral."""
@@ -222,6 +251,7 @@ class Experts(nn.Module):
             "down_bias": (self.down_bias is not None, False),
             "norm": (self.norm, None),
             "backend": (self.backend, "auto"),
+            "weight_gradients": (self.weight_gradients, None),
         }
         parts = [
             f"num_experts={self.num_experts}",

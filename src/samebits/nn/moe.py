@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from samebits.arguments import require_bool, require_int, require_number, require_type
+from samebits.backends.call import check_count
 from samebits.backends.operator import autocast_dtype
 from samebits.errors import must
-from samebits.experts import check_count
 from samebits.nn.experts import Experts
 from samebits.nn.linear import RowLinear, project, require_floats
 from samebits.nn.losses import expert_counts, load_balancing_loss, router_z_loss

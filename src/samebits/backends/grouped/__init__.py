@@ -4,12 +4,15 @@ The stages are separate calls (permute, product, activation, product, combine), 
 path for rows that arrive sorted, and the check on the fused backend.
 """
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from samebits.backends import device_gradients
 from samebits.backends.call import Call, Gradients
 from samebits.backends.grouped import device, host, host_gradients
 from samebits.problem import Problem
+from samebits.weight_gradients import Buffer
 
 NAME = "grouped"
 
@@ -45,12 +48,17 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
 
 
 def backward(
-    problem: Problem, call: Call, z: Tensor, dout: Tensor, wanted: tuple[bool, ...]
+    problem: Problem,
+    call: Call,
+    z: Tensor,
+    dout: Tensor,
+    wanted: tuple[bool, ...],
+    into: Mapping[str, Buffer],
 ) -> Gradients:
     """Return the wanted gradients from ``z``; recomputes h.
 
     Determinism: repeatable; rows ascend in every sum over rows.
     """
     if problem.device == "cpu":
-        return host_gradients.backward(problem, call, z, dout, wanted)
-    return device_gradients.backward(problem, call, z, dout, wanted)
+        return host_gradients.backward(problem, call, z, dout, wanted, into)
+    return device_gradients.backward(problem, call, z, dout, wanted, into)

@@ -3,6 +3,7 @@
 Written out, so that nothing but ``z`` is kept and no options live in a graph.
 """
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samebits import activation as act
-from samebits.backends.call import DIFFERENTIABLE, Call, Gradients, accumulate_dtype
+from samebits.backends.call import DIFFERENTIABLE, PARAMETERS, Call, Gradients, accumulate_dtype
 from samebits.backends.grouped.host import (
     Chunk,
     Normed,
@@ -20,11 +21,17 @@ from samebits.backends.grouped.host import (
     unrounded,
 )
 from samebits.problem import DTYPES, Problem, ProbPlacement
+from samebits.weight_gradients import Buffer
 from samebits.weights import merge_gate_up, split_gate_up
 
 
 def backward(
-    problem: Problem, call: Call, z: Tensor, dout: Tensor, wanted: tuple[bool, ...]
+    problem: Problem,
+    call: Call,
+    z: Tensor,
+    dout: Tensor,
+    wanted: tuple[bool, ...],
+    into: Mapping[str, Buffer],
 ) -> Gradients:
     """Return the wanted gradients from ``z``; recomputes h, and y before a norm.
 
@@ -33,41 +40,51 @@ def backward(
     want = {name for name, asked in zip(DIFFERENTIABLE, wanted, strict=True) if asked}
     on_input = problem.placement == ProbPlacement.FC1_INPUT
     want_probs = "topk_probs" in want
+    want_dx = "x" in want or (want_probs and on_input)
+    want_dz = want_dx or bool(want & {"gate_up", "gate_up_bias"})
     rows = Rows(problem, call)
     wide, dtype = accumulate_dtype(problem), DTYPES[problem.dtype]
     dout = dout.to(dtype)
     dx = torch.zeros(call.x.shape, dtype=wide)
     dprobs = torch.zeros(call.topk_probs.numel(), dtype=wide)
     dnorm_scale = torch.zeros(problem.H, dtype=wide)
-    grads = _parameter_buffers(call, want, rows.bounds)
+    parameters = _ParameterGradients(call, want, rows.bounds, into)
     for chunk in rows.chunks():
         local = _derivative(problem, z[chunk.span].to(wide))
-        second = _second_backward(problem, call, dout.index_select(0, chunk.tokens), local.h, chunk)
+        second = _second_backward(
+            problem,
+            call,
+            dout.index_select(0, chunk.tokens),
+            local.h,
+            chunk,
+            want_dh=want_dz or (want_probs and not on_input),
+            want_probs=want_probs,
+        )
         dnorm_scale += second.norm_scale
         if second.p is not None:
             dprobs[rows.slots[chunk.span]] = second.p
+        parameters.of_second(chunk, second, local.h)
+        if not want_dz:
+            continue
+        assert second.h is not None
         dh = second.h if second.scale is None else second.h * second.scale
         dz = dh * local.gate
         if local.up is not None:
             dz = merge_gate_up(dz, dh * local.up, problem.layout)
         dz = dz.to(dtype)
         x = call.x.index_select(0, chunk.tokens)
-        h = local.h if second.scale is None else local.h * second.scale
-        _parameter_gradients(
-            grads, chunk, second, dz, h.to(dtype), expert_input(problem, x, chunk.p)
-        )
-        if "x" in want or (want_probs and on_input):
+        parameters.of_first(chunk, dz, expert_input(problem, x, chunk.p))
+        if want_dx:
             dx_slot = product(dz, call.gate_up.transpose(1, 2), None, chunk).contiguous().to(wide)
             if on_input:
                 dprobs[rows.slots[chunk.span]] = (dx_slot * x).sum(-1)
                 dx_slot = dx_slot * chunk.p
             dx.index_add_(0, chunk.tokens, dx_slot)
+    grads = parameters.finished(dnorm_scale)
     if "x" in want:
         grads["x"] = dx.to(dtype)
     if want_probs:
         grads["topk_probs"] = dprobs.view_as(call.topk_probs).to(call.topk_probs.dtype)
-    if "norm_scale" in want and call.norm_scale is not None:
-        grads["norm_scale"] = dnorm_scale.to(call.norm_scale.dtype)
     return Gradients(**grads)
 
 
@@ -77,9 +94,9 @@ class _SecondGradients(NamedTuple):
     # (rows, H) of its output, rounded to D, before ``scale``; and the same unrounded.
     y: Tensor
     exact: Tensor
-    # (rows, F) of its input, before ``scale``.
-    h: Tensor
-    # (rows,) of the probability; None where it is on the input.
+    # (rows, F) of its input, before ``scale``; None where nothing needs it.
+    h: Tensor | None
+    # (rows,) of the probability; None where it is on the input, or not wanted.
     p: Tensor | None
     # (H,), summed over the rows; 0 without a norm.
     norm_scale: Tensor
@@ -88,12 +105,19 @@ class _SecondGradients(NamedTuple):
 
 
 def _second_backward(
-    problem: Problem, call: Call, dout: Tensor, h: Tensor, chunk: Chunk
+    problem: Problem,
+    call: Call,
+    dout: Tensor,
+    h: Tensor,
+    chunk: Chunk,
+    *,
+    want_dh: bool,
+    want_probs: bool,
 ) -> _SecondGradients:
     """Return what comes before the activation, from ``dout`` by row and ``h`` without ``p``."""
     p, placement = chunk.p, problem.placement
     scale = None if placement == ProbPlacement.FC1_INPUT else p
-    dy, exact, dp = dout, dout.to(p.dtype), None
+    dy, exact, dh, dp = dout, dout.to(p.dtype), None, None
     dnorm_scale = h.new_zeros(())
     if call.norm_scale is not None:
         fed = (h * p if placement == ProbPlacement.FC2_INPUT else h).to(dout.dtype)
@@ -104,53 +128,78 @@ def _second_backward(
             exact, scale = exact * p, None
         exact, dnorm_scale = normed.backward(exact)
         dy = exact.to(dout.dtype)
-        # Unrounded, as y is before the norm: what is left of it for p is a small difference.
-        parts = [exact[rows] @ call.down[e].to(p.dtype) for e, rows in chunk.groups()]
-        dh = torch.cat(parts)
-    else:
+        if want_dh:
+            # Unrounded, as y is before the norm: what is left of it for p is a small difference.
+            parts = [exact[rows] @ call.down[e].to(p.dtype) for e, rows in chunk.groups()]
+            dh = torch.cat(parts)
+    elif want_dh:
         dh = product(dy, call.down.transpose(1, 2), None, chunk).to(p.dtype)
-    if dp is None and scale is not None:
+    if want_probs and dp is None and scale is not None:
+        assert dh is not None
         dp = (dh * h).sum(-1)
         if call.down_bias is not None:
             dp += (exact * call.down_bias[chunk.experts]).sum(-1)
-    return _SecondGradients(dy, exact, dh, dp, dnorm_scale, scale)
+    return _SecondGradients(dy, exact, dh, dp if want_probs else None, dnorm_scale, scale)
 
 
-def _parameter_buffers(call: Call, want: set[str], bounds: list[int]) -> dict[str, Tensor]:
-    """Return the wanted gradients of the parameters of experts, 0 where an expert has no rows."""
-    grads: dict[str, Tensor] = {
-        name: torch.empty_like(tensor)
-        for name in ("gate_up", "down", "gate_up_bias", "down_bias")
-        if name in want and (tensor := getattr(call, name)) is not None
-    }
-    for grad in grads.values():
-        for expert, (start, stop) in enumerate(pairwise(bounds)):
-            if stop == start:
-                grad[expert] = 0
-    return grads
+class _ParameterGradients:
+    """The wanted gradients of parameters, written as chunks come by: 0 for an expert without."""
 
+    def __init__(
+        self, call: Call, want: set[str], bounds: list[int], into: Mapping[str, Buffer]
+    ) -> None:
+        self._dtype = call.x.dtype
+        self._grads: dict[str, Tensor] = {
+            name: torch.empty_like(tensor)
+            for name in PARAMETERS
+            if name in want and name not in into and (tensor := getattr(call, name)) is not None
+        }
+        self._buffers = {name: Buffer(grad, False) for name, grad in self._grads.items()}
+        self._buffers |= into
+        for name, buffer in self._buffers.items():
+            for expert, (start, stop) in enumerate(pairwise(bounds)):
+                if stop == start and not buffer.accumulate and name != "norm_scale":
+                    buffer.tensor[expert] = 0
 
-def _parameter_gradients(
-    grads: dict[str, Tensor],
-    chunk: Chunk,
-    second: _SecondGradients,
-    dz: Tensor,
-    h: Tensor,
-    x: Tensor,
-) -> None:
-    """Write the gradients of the chunk's experts, from ``h`` and ``x`` as the products had them."""
-    wide = second.exact.dtype
-    scale = second.exact.new_ones(()) if second.scale is None else second.scale
-    exact = second.exact * scale if "down_bias" in grads else second.exact
-    for expert, rows in chunk.groups():
-        if "down" in grads:
-            torch.mm(second.y[rows].T, h[rows], out=grads["down"][expert])
-        if "gate_up" in grads:
-            torch.mm(dz[rows].T, x[rows], out=grads["gate_up"][expert])
-        if "down_bias" in grads:
-            grads["down_bias"][expert] = exact[rows].sum(0)
-        if "gate_up_bias" in grads:
-            grads["gate_up_bias"][expert] = dz[rows].to(wide).sum(0)
+    def finished(self, dnorm_scale: Tensor) -> dict[str, Tensor]:
+        """Return the gradients for which there was no buffer."""
+        if "norm_scale" in self._buffers:
+            self._buffers["norm_scale"].store(dnorm_scale)
+        return self._grads
+
+    def of_second(self, chunk: Chunk, second: _SecondGradients, h: Tensor) -> None:
+        """Write those of the second projection, from ``h`` without ``p``."""
+        exact = second.exact
+        if second.scale is not None:
+            exact, h = exact * second.scale, h * second.scale
+        if "down" in self._buffers:
+            self._products("down", chunk, second.y, h.to(self._dtype))
+        if "down_bias" in self._buffers:
+            self._sums("down_bias", chunk, exact)
+
+    def of_first(self, chunk: Chunk, dz: Tensor, x: Tensor) -> None:
+        """Write those of the first projection, from the rows that it multiplied."""
+        if "gate_up" in self._buffers:
+            self._products("gate_up", chunk, dz, x)
+        if "gate_up_bias" in self._buffers:
+            self._sums("gate_up_bias", chunk, dz)
+
+    def _products(self, name: str, chunk: Chunk, left: Tensor, right: Tensor) -> None:
+        buffer = self._buffers[name]
+        # torch's products return the dtype of their operands: round once, or not at all.
+        direct = buffer.tensor.dtype == self._dtype and not buffer.accumulate
+        wide = torch.promote_types(self._dtype, torch.float32)
+        for expert, rows in chunk.groups():
+            if direct:
+                torch.mm(left[rows].T, right[rows], out=buffer.tensor[expert])
+            else:
+                grad = left[rows].T.to(wide) @ right[rows].to(wide)
+                buffer.of_expert(expert).store(grad)
+
+    def _sums(self, name: str, chunk: Chunk, terms: Tensor) -> None:
+        wide = torch.promote_types(self._dtype, torch.float32)
+        for expert, rows in chunk.groups():
+            self._buffers[name].of_expert(expert).store(terms[rows].to(wide).sum(0))
 
 
 def _derivative(problem: Problem, z: Tensor) -> act.Derivative:

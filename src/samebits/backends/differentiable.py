@@ -1,0 +1,152 @@
+"""A layer for autograd: its operators tied together, its gradients brought to where they go."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from samebits.arguments import require_type
+from samebits.backends import operator  # noqa: F401  its operators are defined on import
+from samebits.backends.call import DIFFERENTIABLE, PARAMETERS, Call
+from samebits.backends.options import Options
+from samebits.errors import UnsupportedError
+from samebits.weight_gradients import Destination
+
+
+class _Experts(torch.autograd.Function):
+    """Tie the two operators together; saves the inputs and ``z``."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        out: Tensor
+        out, z = torch.ops.samebits.experts_forward(*arguments[:12], True)
+        ctx.save_for_backward(*arguments[:9], z)
+        ctx.options, ctx.destination = arguments[9:12], arguments[12]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise UnsupportedError(
+                "a layer has no second derivatives; hint: call backward without create_graph"
+            )
+        *tensors, z = ctx.saved_tensors
+        # Inputs are in the order of Call; topk_ids (1) and num_valid_tokens (8) have no gradient.
+        places = [Call._fields.index(name) for name in DIFFERENTIABLE]
+        wanted = [ctx.needs_input_grad[i] for i in places]
+        arguments = (*tensors, z, douts[0], *ctx.options)
+        result: list[Tensor | None] = [None] * 13
+        if ctx.destination is None:
+            grads = torch.ops.samebits.experts_backward(*arguments, wanted)
+        else:
+            grads = _delivered(ctx.destination, arguments, wanted)
+        for place, want, grad in zip(places, wanted, grads, strict=True):
+            result[place] = grad if want else None
+        return tuple(result)
+
+
+def _delivered(
+    destination: Destination, arguments: tuple[Any, ...], wanted: list[bool]
+) -> list[Tensor | None]:
+    """Return what autograd gets, with the parameters' gradients brought to their destination."""
+    names = [n for n, want in zip(DIFFERENTIABLE, wanted, strict=True) if want and n in PARAMETERS]
+    if not destination.policy.delayed:
+        dx, dprobs = _into_main_grad(destination, arguments, names, wanted)
+        held = dict(zip(Call._fields, arguments, strict=False))
+        places = [destination.placeholder(n, held[n]) if n in names else None for n in PARAMETERS]
+        return [dx, dprobs, *places]
+    if names:
+        destination.defer(names, lambda: _later(destination, arguments, names), arguments[:11])
+    now = [want and name not in names for name, want in zip(DIFFERENTIABLE, wanted, strict=True)]
+    if not any(now):
+        return [None] * len(DIFFERENTIABLE)
+    dx, dprobs, *_ = torch.ops.samebits.experts_backward(*arguments, now)
+    return [dx, dprobs, *[None] * len(PARAMETERS)]
+
+
+def _into_main_grad(
+    destination: Destination, arguments: tuple[Any, ...], names: list[str], wanted: list[bool]
+) -> tuple[Tensor, Tensor]:
+    buffers = destination.open(names)
+    dx, dprobs = torch.ops.samebits.experts_backward_into(
+        [buffer.tensor for buffer in buffers.values()],
+        *arguments,
+        wanted,
+        [buffer.accumulate for buffer in buffers.values()],
+    )
+    destination.close(buffers)
+    return dx, dprobs
+
+
+def _later(destination: Destination, arguments: tuple[Any, ...], names: list[str]) -> None:
+    """Compute the gradients of the parameters alone, and bring them to their destination."""
+    wanted = [name in names for name in DIFFERENTIABLE]
+    if destination.policy.main_grad:
+        _into_main_grad(destination, arguments, names, wanted)
+        destination.fill_placeholders(names)
+        return
+    grads = torch.ops.samebits.experts_backward(*arguments, wanted)
+    for name, grad in zip(DIFFERENTIABLE, grads, strict=True):
+        if name in names:
+            destination.owners[name].add(grad)
+
+
+def run(
+    call: Call,
+    options: Options,
+    num_experts: int,
+    expert_start: int,
+    destination: Destination | None = None,
+) -> Tensor:
+    """Run one call through the operator; differentiable once.
+
+    Args:
+        call: Validated tensors.
+        options: Everything else.
+        num_experts: N.
+        expert_start: First expert held here.
+        destination: Where the gradients of the parameters go; None gives them to autograd.
+
+    Returns:
+        ``(T, H)``.
+
+    Raises:
+        UnsupportedError: A derivative is asked for that is not the plain reverse one.
+        ValueError: A parameter's gradient has nowhere to go.
+
+    Determinism: the chosen backend's.
+    """
+    if destination is not None:
+        require_type("weight_gradients", destination, Destination)
+    arguments = (*call[:9], options.text, num_experts, expert_start)
+    tensors = {name: t for name in DIFFERENTIABLE if (t := getattr(call, name)) is not None}
+    eager = not torch.compiler.is_compiling()
+    if eager and any(unpack_dual(t).tangent is not None for t in tensors.values()):
+        raise UnsupportedError("a layer has no forward-mode derivatives; hint: torch.autograd.grad")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
+        if eager and torch._C._are_functorch_transforms_active():
+            raise UnsupportedError(
+                "a layer has no gradients under torch.func transforms; hint: torch.autograd.grad"
+            )
+        if call.out is not None:
+            raise UnsupportedError(
+                "a layer has no gradients through out; hint: torch.no_grad(), or no out"
+            )
+        if destination is not None:
+            _check_destination(destination, tensors)
+        out: Tensor = _Experts.apply(*arguments, destination)  # type: ignore[no-untyped-call]
+        return out
+    if call.out is not None:
+        torch.ops.samebits.experts_into(call.out, *arguments)
+        return call.out
+    out, _ = torch.ops.samebits.experts_forward(*arguments, False)
+    return out
+
+
+def _check_destination(destination: Destination, tensors: dict[str, Tensor]) -> None:
+    if torch.compiler.is_compiling():
+        raise UnsupportedError(
+            "weight_gradients is not for compiled code; hint: compile around the layer, not it"
+        )
+    destination.check([n for n in PARAMETERS if n in tensors and tensors[n].requires_grad])

@@ -1,0 +1,12 @@
+"""Experts spread over the ranks of a process group, with the bits of one rank.
+
+The one-rank run that all is compared with has the tokens of the ranks concatenated in rank order.
+"""
+
+from samebits.parallel.all_to_all import Dispatched as Dispatched
+from samebits.parallel.all_to_all import combine as combine
+from samebits.parallel.all_to_all import dispatch as dispatch
+from samebits.parallel.layer import parallel_experts as parallel_experts
+from samebits.parallel.ranks import Capacity as Capacity
+from samebits.parallel.ranks import Ranks as Ranks
+from samebits.parallel.ranks import expert_bounds as expert_bounds

@@ -1,0 +1,256 @@
+"""The expert layer over ranks: each token's weighted sum over experts that other ranks may hold.
+
+What travels is in the working dtype and not yet weighted: the output of an expert goes back and is
+weighted and added up where its token is; in the backward the gradient of a token's output goes out
+as it is, because the one-rank run rounds nothing between it and the product with ``down``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samebits.activation import Activation
+from samebits.arguments import require_type
+from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
+from samebits.backends.operator import check_ids
+from samebits.backends.options import Options
+from samebits.errors import UnsupportedError, must
+from samebits.experts import checked
+from samebits.ops.permute import combine, permute
+from samebits.parallel.ranks import Ranks
+from samebits.parallel.route import Route, route_of, take
+from samebits.problem import ProbPlacement
+from samebits.routing import Routing
+from samebits.weights import ExpertWeights
+
+_PLAIN = Activation()
+# What a rank may want of the others: a backward pass, gradients of x, of the probabilities.
+_BACKWARD, _X, _PROBS = 1, 2, 4
+# The tensors of a call that enter an operator, before options, N, expert_start and save.
+_INPUTS = len(torch.ops.samebits.experts_forward.default._schema.arguments) - 4
+
+
+def parallel_experts(
+    x: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    activation: Activation = _PLAIN,
+    *,
+    ranks: Ranks,
+    placement: ProbPlacement = ProbPlacement.FC2_OUTPUT,
+    backend: str = "auto",
+    out_dtype: torch.dtype | None = None,
+    num_valid_tokens: Tensor | None = None,
+) -> Tensor:
+    """Return each token's weighted sum over its experts, wherever they are; a collective.
+
+    Every rank calls it with its own tokens (any number, 0 too) and its own experts, and runs its
+    backward if another does: collectives are the same on every rank whatever it wants a gradient
+    of. With a capacity, either all ranks record gradients or none.
+
+    Args:
+        x: ``(T, H)``, this rank's tokens.
+        routing: Their global ids and probabilities; ``num_experts`` None means N.
+        weights: Parameters of the experts ``ranks.held``; may be none.
+        activation: See ``samebits.experts``.
+        ranks: Who holds what.
+        placement: See ``samebits.experts``.
+        backend: See ``samebits.experts``.
+        out_dtype: See ``samebits.experts``.
+        num_valid_tokens: See ``samebits.experts``.
+
+    Returns:
+        ``(T, H)``; differentiable in ``x``, the probabilities and every parameter. Gradients of
+        the experts' matrices and biases are sums over the tokens of all ranks; that of
+        ``norm_scale``, which every rank has, is the share of the experts held here.
+
+    Raises:
+        TypeError: See ``samebits.experts``.
+        ValueError: See ``samebits.experts``; or the ranks disagree about the layer (exact mode).
+        UnsupportedError: See ``samebits.experts``.
+
+    Determinism: output and all gradients but that of ``norm_scale`` have the bits of
+    ``samebits.experts`` on one rank that has all experts and the tokens of the ranks in rank order
+    (``reference`` adds the terms of dx in autograd's order there, and in the contract's here).
+    """
+    require_type("ranks", ranks, Ranks)
+    require_type("weights", weights, ExpertWeights)
+    require_type("routing", routing, Routing)
+    if routing.num_experts not in (None, ranks.num_experts):
+        rule = f"be N = {ranks.num_experts}, as ranks say"
+        raise ValueError(must("num_experts", rule, routing.num_experts))
+    if weights.down.shape[0] != len(ranks.held):
+        rule = f"hold the {len(ranks.held)} experts {ranks.held}"
+        raise ValueError(must("weights", rule, weights.down.shape[0]))
+    call, options, num_experts = checked(
+        x,
+        Routing(routing.topk_ids, routing.topk_probs, ranks.num_experts),
+        weights,
+        activation,
+        placement=placement,
+        backend=backend,
+        expert_start=ranks.held.start,
+        out_dtype=out_dtype,
+        num_valid_tokens=num_valid_tokens,
+    )
+    check_ids(call, num_experts)
+    tensors = {n: t for n in DIFFERENTIABLE if (t := getattr(call, n)) is not None}
+    wishes = 0
+    if torch.is_grad_enabled():
+        wished = {n for n, t in tensors.items() if t.requires_grad}
+        wishes = _BACKWARD * bool(wished) + _X * ("x" in wished) + _PROBS * ("topk_probs" in wished)
+        # Nobody learns of the others' wishes there.
+        wishes = wishes if ranks.capacity is None else _BACKWARD + _X + _PROBS
+    route = route_of(
+        ranks,
+        call.topk_ids,
+        num_valid_tokens=num_valid_tokens,
+        wishes=wishes,
+        agreement=f"{options.text}|H={call.x.shape[1]}|{call.x.dtype}|{ranks.bounds}",
+    )
+    layer = _Layer(route, options)
+    if not route.wishes:
+        return layer.forward(call, save=False)[0]
+    # Part of the graph even where nothing here has a gradient: others wait for this backward.
+    anchor = torch.empty(0, device=call.x.device, requires_grad=True)
+    with torch.enable_grad():
+        out: Tensor = _ParallelExperts.apply(layer, anchor, *call[:_INPUTS])  # type: ignore[no-untyped-call]
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """The two passes, given the way of the rows."""
+
+    route: Route
+    options: Options
+
+    @property
+    def placement(self) -> ProbPlacement:
+        return self.options.placement
+
+    def _arrived(self, call: Call, rows: Tensor, probs: Tensor | None) -> Call:
+        """Return the call of this rank's experts on its arrivals, one expert each."""
+        if probs is None:
+            probs = torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
+        ids = self.route.ids[:, None]
+        return call._replace(x=rows, topk_ids=ids, topk_probs=probs[:, None], num_valid_tokens=None)
+
+    def _inner(self) -> Options:
+        """Return the options of a call on arrivals: the input is scaled before it travels."""
+        on_input = self.placement == ProbPlacement.FC1_INPUT
+        placement = ProbPlacement.FC2_OUTPUT if on_input else self.placement
+        return self.options._replace(placement=placement, out_dtype=None)
+
+    def _probs_there(self, call: Call) -> Tensor:
+        """Return the probability of each arrival; a collective."""
+        rows = permute(call.topk_probs.reshape(-1, 1), self.route.inverse, 1)
+        return self.route.go(rows)[:, 0]
+
+    def forward(self, call: Call, *, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(out, arrivals, z)``; a collective."""
+        route, placed = self.route, {self.placement: call.topk_probs}
+        scale = placed.get(ProbPlacement.FC1_INPUT)
+        rows = route.go(permute(call.x, route.inverse, route.topk, scale))
+        on_hidden = self.placement == ProbPlacement.FC2_INPUT
+        probs = self._probs_there(call) if on_hidden else None
+        there = self._arrived(call, rows, probs)
+        if route.ids.shape[0] == 0 or call.down.shape[0] == 0:
+            y, z = rows.new_empty(rows.shape), rows.new_empty(0, call.gate_up.shape[1])
+        else:
+            y, z = torch.ops.samebits.experts_forward(
+                *there[:_INPUTS], self._inner().text, call.down.shape[0], 0, save
+            )
+        out = combine(
+            route.back(y),
+            route.inverse,
+            route.topk,
+            placed.get(ProbPlacement.FC2_OUTPUT),
+            out_dtype=self.options.out_dtype,
+        )
+        return out, rows, z
+
+    def backward(
+        self, call: Call, rows: Tensor, z: Tensor, dout: Tensor, wanted: dict[str, bool]
+    ) -> Gradients:
+        """Return the wanted gradients; a collective."""
+        route, on_input = self.route, self.placement == ProbPlacement.FC1_INPUT
+        if self.options.backend != "reference":
+            dout = dout.to(call.x.dtype)
+        dout = route.go(permute(dout.contiguous(), route.inverse, route.topk))
+        there = self._arrived(call, rows, None if on_input else self._probs_there(call))
+        x_travels = bool(route.wishes & (_X + _PROBS if on_input else _X))
+        probs_travel = bool(route.wishes & _PROBS) and not on_input
+        local = {**wanted, "x": x_travels, "topk_probs": probs_travel}
+        grads = self._local_gradients(there, z, dout, [local[n] for n in DIFFERENTIABLE])
+        dx, dprobs = grads.x, None
+        if dx is not None:
+            dx, dprobs = self._input_gradients(call, route.back(dx), wanted["topk_probs"])
+        if grads.topk_probs is not None:
+            back = route.back(grads.topk_probs)
+            dprobs = take(back, route.inverse, 0.0).view(call.topk_probs.shape)
+        return grads._replace(x=dx, topk_probs=dprobs)
+
+    def _local_gradients(
+        self, there: Call, z: Tensor, dout: Tensor, wanted: list[bool]
+    ) -> Gradients:
+        names = [n for n, want in zip(DIFFERENTIABLE, wanted, strict=True) if want]
+        if there.x.shape[0] == 0 or there.down.shape[0] == 0:
+            tensors = {n: getattr(there, n) for n in names}
+            return Gradients(
+                **{n: torch.zeros_like(t) for n, t in tensors.items() if t is not None}
+            )
+        found = torch.ops.samebits.experts_backward(
+            *there[:_INPUTS], z, dout, self._inner().text, there.down.shape[0], 0, wanted
+        )
+        by_name = dict(zip(DIFFERENTIABLE, found, strict=True))
+        return Gradients(**{n: by_name[n] for n in names if getattr(there, n) is not None})
+
+    def _input_gradients(
+        self, call: Call, rows: Tensor, want_probs: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of x and, where they scaled it, of the probabilities."""
+        route = self.route
+        if self.placement != ProbPlacement.FC1_INPUT:
+            return combine(rows, route.inverse, route.topk), None
+        on_host = call.x.device.type == "cpu"
+        x = call.x if want_probs and not on_host else None
+        dx, dprobs = torch.ops.samebits.permute_backward(
+            rows, route.inverse, call.topk_probs, x, route.topk
+        )
+        if want_probs and on_host:
+            # Without kernels, dp is torch's own sum (CONTRACT section 5).
+            slots = take(rows, route.inverse, 0.0).to(call.topk_probs.dtype)
+            tokens = call.x.repeat_interleave(route.topk, 0)
+            dprobs = (slots * tokens).sum(-1).view(call.topk_probs.shape)
+        return dx, dprobs.to(call.topk_probs.dtype) if want_probs else None
+
+
+class _ParallelExperts(torch.autograd.Function):
+    """Tie the two passes together; saves the inputs, the arrivals and ``z``."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: _Layer, _anchor: Tensor, *tensors: Any) -> Tensor:
+        call = Call(*tensors)
+        out, rows, z = layer.forward(call, save=True)
+        ctx.save_for_backward(*tensors, rows, z)
+        ctx.layer = layer
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "a layer has no second derivatives; hint: call backward without create_graph"
+            )
+        *tensors, rows, z = ctx.saved_tensors
+        call = Call(*tensors)
+        places = {n: Call._fields.index(n) + 2 for n in DIFFERENTIABLE}
+        wanted = {n: bool(ctx.needs_input_grad[place]) for n, place in places.items()}
+        grads = ctx.layer.backward(call, rows, z, douts[0], wanted)
+        result: list[Tensor | None] = [None] * (_INPUTS + 2)
+        for name, place in places.items():
+            result[place] = getattr(grads, name) if wanted[name] else None
+        return tuple(result)

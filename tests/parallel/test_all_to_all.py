@@ -1,0 +1,172 @@
+import time
+from itertools import pairwise, product
+
+import pytest
+import torch
+
+from rank_processes import Processes
+from rank_programs import (
+    Case,
+    disagree,
+    gradients_that_exist,
+    leave,
+    overflow,
+    same_bits,
+    same_bits_composed,
+    soak,
+    without_experts,
+)
+from samebits import Activation, ProbPlacement
+from samebits.parallel import Capacity, Ranks, expert_bounds
+
+pytestmark = pytest.mark.distributed
+
+EVEN, UNEVEN = (0, 3, 6), (0, 1, 6)
+FC1, FC2, OUT = ProbPlacement.FC1_INPUT, ProbPlacement.FC2_INPUT, ProbPlacement.FC2_OUTPUT
+
+
+def nothing(results: list[list[str]]) -> bool:
+    return [line for lines in results for line in lines] == []
+
+
+def test_outputs_and_gradients_have_the_bits_of_one_rank(two_ranks: Processes) -> None:
+    cases = [
+        Case(tokens=(9, 4), bounds=bounds, placement=placement, dtype=dtype, backend=backend)
+        for placement, (bounds, dtype, backend) in product(
+            ProbPlacement,
+            [
+                (EVEN, torch.float32, "grouped"),
+                (UNEVEN, torch.bfloat16, "grouped"),
+                (UNEVEN, torch.float32, "reference"),
+            ],
+        )
+    ]
+
+    assert nothing(two_ranks.run(same_bits, cases))
+
+
+@pytest.mark.parametrize("tokens", [(0, 7), (7, 0), (0, 0)], ids=str)
+def test_ranks_without_tokens(two_ranks: Processes, tokens: tuple[int, ...]) -> None:
+    cases = [
+        Case(tokens=tokens, bounds=EVEN, placement=placement, capacity=capacity)
+        for placement, capacity in product(ProbPlacement, [None, 21])
+    ]
+
+    assert nothing(two_ranks.run(same_bits, cases))
+
+
+def test_ranks_without_experts_and_one_expert_for_all(two_ranks: Processes) -> None:
+    cases = [
+        Case(tokens=(5, 6), bounds=bounds, placement=placement, capacity=capacity, ids=ids)
+        for bounds, (placement, capacity), ids in product(
+            [(0, 0, 4), (0, 4, 4)], [(FC1, None), (FC2, 18), (OUT, None)], ["random", 1]
+        )
+    ]
+
+    assert nothing(two_ranks.run(same_bits, cases))
+
+
+def test_options(two_ranks: Processes) -> None:
+    cases = [
+        Case(tokens=(3, 5), bounds=EVEN, topk=1),
+        Case(tokens=(3, 5), bounds=EVEN, topk=6, dtype=torch.bfloat16),
+        Case(tokens=(3, 5), bounds=EVEN, probs=torch.bfloat16, dtype=torch.bfloat16),
+        Case(tokens=(3, 5), bounds=EVEN, dtype=torch.bfloat16, out_dtype=torch.float32),
+        Case(tokens=(3, 5), bounds=EVEN, activation=Activation(kind="relu", gated=False)),
+        Case(tokens=(3, 5), bounds=EVEN, dtype=torch.float64, probs=torch.float64),
+        Case(tokens=(3, 5), bounds=EVEN, dtype=torch.float16, placement=FC1),
+    ]
+
+    assert nothing(two_ranks.run(same_bits, cases))
+
+
+def test_more_ranks(four_ranks: Processes) -> None:
+    cases = [
+        Case(
+            tokens=(3, 0, 8, 2),
+            bounds=expert_bounds(6, 4),
+            placement=placement,
+            capacity=capacity,
+            dtype=torch.bfloat16,
+        )
+        for placement, capacity in product(ProbPlacement, [None, 24])
+    ]
+
+    assert nothing(four_ranks.run(same_bits, cases))
+    assert nothing(four_ranks.run(soak, 1, 10))
+
+
+def test_reference_has_the_bits_of_degree_one_in_every_gradient(two_ranks: Processes) -> None:
+    case = Case(tokens=(9, 4), bounds=UNEVEN, backend="reference", dtype=torch.bfloat16)
+
+    assert nothing(two_ranks.run(without_experts, case))
+
+
+def test_dispatch_and_combine_around_grouped_experts(two_ranks: Processes) -> None:
+    cases = [
+        Case(tokens=(9, 4), bounds=UNEVEN, placement=p, capacity=capacity, dtype=torch.bfloat16)
+        for p, capacity in product(ProbPlacement, [None, 30])
+    ]
+
+    assert nothing(two_ranks.run(same_bits_composed, cases))
+
+
+def test_ranks_that_want_other_gradients_do_not_wait_for_one_another(two_ranks: Processes) -> None:
+    wanted = [
+        (("x",), ()),
+        (("topk_probs",), ("gate_up",)),
+        ((), ("down_bias",)),
+        ((), ()),
+    ]
+    for placement, (first, second) in product((FC1, OUT), wanted):
+        case = Case(tokens=(4, 3), bounds=EVEN, placement=placement, wanted=(first, second))
+
+        assert nothing(two_ranks.run(same_bits, [case]))
+        assert two_ranks.run(gradients_that_exist, case) == [list(first), list(second)]
+
+
+def test_soak_of_random_routings(two_ranks: Processes) -> None:
+    assert nothing(two_ranks.run(soak, 0, 40))
+
+
+def test_slots_that_do_not_fit_are_never_silent(two_ranks: Processes) -> None:
+    assert nothing(two_ranks.run(overflow))
+
+
+def test_ranks_that_disagree_raise_everywhere(two_ranks: Processes) -> None:
+    for rank, message in enumerate(two_ranks.run(disagree)):
+        assert f"must be alike on every rank, got another one on ranks [{1 - rank}]" in message
+
+
+def test_a_killed_rank_ends_the_others() -> None:
+    processes = Processes(2, timeout=10)
+    try:
+        start = time.monotonic()
+        (survived, error), (_, gone) = processes.outcomes(leave, 1)
+    finally:
+        processes.close()
+
+    assert not survived
+    assert "RuntimeError" in error or "DistBackendError" in error
+    assert gone == "the process is gone"
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "bounds"),
+    [(8, 2, (0, 4, 8)), (5, 2, (0, 3, 5)), (4, 3, (0, 2, 4, 4)), (1, 3, (0, 1, 1, 1))],
+)
+def test_bounds_are_those_of_dtensor(experts: int, ranks: int, bounds: tuple[int, ...]) -> None:
+    chunks = [len(chunk) for chunk in torch.arange(experts).chunk(ranks)]
+
+    assert expert_bounds(experts, ranks) == bounds
+    assert [b - a for a, b in pairwise(bounds)][: len(chunks)] == chunks
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(TypeError, match="group must be a ProcessGroup, got str"):
+        Ranks("world", (0, 4))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rows must be >= 1, got 0"):
+        Capacity(0, "cpu")
+    with pytest.raises(ValueError, match="num_experts must be >= 1, got 0"):
+        expert_bounds(0, 2)

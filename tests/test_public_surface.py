@@ -23,6 +23,7 @@ PUBLIC = [
     "Routing",
     "RoutingRule",
     "UnsupportedError",
+    "WeightGradients",
     "experts",
     "explain",
     "from_hf_config",

@@ -14,6 +14,7 @@ from samebits.routing import Permutation as Permutation
 from samebits.routing import Routing as Routing
 from samebits.routing import RoutingRule as RoutingRule
 from samebits.warmup import warmup as warmup
+from samebits.weight_gradients import WeightGradients as WeightGradients
 from samebits.weights import ExpertWeights as ExpertWeights
 from samebits.weights import Layout as Layout
 from samebits.weights import PostExpertNorm as PostExpertNorm

@@ -125,6 +125,9 @@ def add_to_grad(parameter: Tensor, grad: Tensor) -> None:
 class WeightGradients:
     """Take the gradients of a layer's parameters away from autograd.
 
+    Every backward that comes through the layer counts, also one that was asked for other gradients
+    (``torch.autograd.grad(out, x)``): torch does not tell.
+
     Args:
         main_grad: Add them to the ``main_grad`` of each parameter, in fp32 (fp64 for fp64), without
             rounding them to the parameter's dtype. ``.grad`` stays None; a parameter that has

@@ -6,11 +6,12 @@ from torch import Tensor
 from samebits.activation import Activation
 from samebits.arguments import require_int, require_type
 from samebits.backends import check_name, repetition
-from samebits.backends.call import Call, check_count, check_out
+from samebits.backends.call import Call, call_of, check_count, check_out, check_weights
 from samebits.backends.differentiable import run
 from samebits.backends.operator import autocast_dtype, compute
 from samebits.backends.options import Options
 from samebits.errors import must
+from samebits.formats.weights import Parameters, QuantizedWeights
 from samebits.problem import DTYPE_NAMES, ProbPlacement
 from samebits.routing import Routing
 from samebits.weight_gradients import Destination
@@ -24,7 +25,7 @@ _NARROWED = (torch.bfloat16, torch.float16, torch.float32)
 def experts(
     x: Tensor,
     routing: Routing,
-    weights: ExpertWeights,
+    weights: Parameters,
     activation: Activation = _PLAIN,
     *,
     placement: ProbPlacement = ProbPlacement.FC2_OUTPUT,
@@ -43,7 +44,7 @@ def experts(
     Args:
         x: Token activations, ``(T, H)``, in the dtype of the weights, last dimension contiguous.
         routing: Experts and probabilities of each token.
-        weights: Parameters of the E experts held here.
+        weights: Parameters of the E experts held here; quantised ones have no gradient.
         activation: The function between the projections; its default is plain SwiGLU.
         placement: Where the probability is multiplied in.
         backend: "auto", or the name of one backend, which then runs the call or raises.
@@ -70,7 +71,7 @@ def experts(
     CPU the backend's ``notes`` say what holds.
     """
     key = None
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and isinstance(weights, ExpertWeights):
         request = repetition.Request(
             x, routing, weights, activation, placement, backend, expert_start, out_dtype,
             num_valid_tokens, out,
@@ -102,7 +103,7 @@ def experts(
 def checked(
     x: Tensor,
     routing: Routing,
-    weights: ExpertWeights,
+    weights: Parameters,
     activation: Activation,
     *,
     placement: ProbPlacement,
@@ -117,7 +118,7 @@ def checked(
     """
     require_type("x", x, Tensor)
     require_type("routing", routing, Routing)
-    require_type("weights", weights, ExpertWeights)
+    check_weights(weights)
     require_type("activation", activation, Activation)
     x, weights = _autocast(x, weights)
     num_experts = weights.down.shape[0] if routing.num_experts is None else routing.num_experts
@@ -129,15 +130,10 @@ def checked(
     if out_dtype not in (None, x.dtype, torch.float32):
         raise ValueError(must("out_dtype", f"be None, {x.dtype} or torch.float32", out_dtype))
     check_name(backend)
-    call = Call(
+    call = call_of(
         x if x.stride(-1) == 1 or x.shape[1] == 1 else x.contiguous(),
-        routing.topk_ids,
-        routing.topk_probs,
-        weights.gate_up,
-        weights.down,
-        weights.gate_up_bias,
-        weights.down_bias,
-        weights.norm_scale,
+        routing,
+        weights,
         num_valid_tokens,
     )
     options = Options(
@@ -147,6 +143,7 @@ def checked(
         weights.norm,
         None if out_dtype == x.dtype else out_dtype,
         backend,
+        weights.format if isinstance(weights, QuantizedWeights) else None,
     )
     return call, options, num_experts
 
@@ -154,7 +151,7 @@ def checked(
 def grouped_experts(
     rows: Tensor,
     offsets: Tensor,
-    weights: ExpertWeights,
+    weights: Parameters,
     activation: Activation = _PLAIN,
     *,
     row_probs: Tensor | None = None,
@@ -193,7 +190,7 @@ def grouped_experts(
     """
     require_type("rows", rows, Tensor)
     require_type("offsets", offsets, Tensor)
-    require_type("weights", weights, ExpertWeights)
+    check_weights(weights)
     if rows.dim() != 2:
         raise ValueError(must("rows", "have shape (R, H)", tuple(rows.shape)))
     _check_offsets(offsets, rows, weights.down.shape[0])
@@ -237,24 +234,26 @@ def _check_offsets(offsets: Tensor, rows: Tensor, num_local: int) -> None:
         raise ValueError(must("offsets", f"ascend from 0 to at most R = {rows.shape[0]}", bounds))
 
 
-def _autocast(x: Tensor, weights: ExpertWeights) -> tuple[Tensor, ExpertWeights]:
+def _autocast(x: Tensor, weights: Parameters) -> tuple[Tensor, Parameters]:
     dtype = autocast_dtype(x.device)
-    if dtype is None or x.dtype not in _NARROWED or weights.down.dtype not in _NARROWED:
+    if dtype is None or x.dtype not in _NARROWED or weights.dtype not in _NARROWED:
         return x, weights
+    if isinstance(weights, QuantizedWeights):
+        return x.to(dtype), weights.to(dtype)
     return x.to(dtype), weights.map(lambda tensor: tensor.to(dtype))
 
 
 def _check(
     x: Tensor,
     routing: Routing,
-    weights: ExpertWeights,
+    weights: Parameters,
     activation: Activation,
     num_valid_tokens: Tensor | None,
 ) -> None:
     if x.dim() != 2:
         raise ValueError(must("x", "have shape (T, H)", tuple(x.shape)))
-    if x.dtype not in DTYPE_NAMES or x.dtype != weights.gate_up.dtype:
-        rule = f"have the dtype of the weights ({weights.gate_up.dtype})"
+    if x.dtype not in DTYPE_NAMES or x.dtype != weights.dtype:
+        rule = f"have the dtype of the weights ({weights.dtype})"
         raise ValueError(must("x", rule, x.dtype))
     if x.shape[1] != weights.down.shape[1]:
         rule = f"have shape (T, H) with H = down.shape[1] = {weights.down.shape[1]}"

@@ -190,6 +190,11 @@ class ExpertWeights:
             raise ValueError(must(name, rule, value.device))
 
     @property
+    def dtype(self) -> torch.dtype:
+        """D: the dtype of the projections."""
+        return self.gate_up.dtype
+
+    @property
     def gated(self) -> bool:
         """True where ``gate_up`` holds a gate and an up part: 2F rows."""
         return self.gate_up.shape[1] != self.down.shape[2]

@@ -5,7 +5,7 @@ import torch
 
 from samebits import Activation, Layout, ProbPlacement
 from samebits.backends import operator
-from samebits.backends.call import DIFFERENTIABLE, Call
+from samebits.backends.call import DIFFERENTIABLE, INPUTS, Call
 from samebits.backends.options import Options
 from samebits.errors import UnsupportedError
 from samebits.experts import experts
@@ -37,8 +37,7 @@ def test_operators_pass_opcheck() -> None:
         weights.down,
         weights.gate_up_bias,
         weights.down_bias,
-        None,
-        None,
+        *[None] * (INPUTS - 7),
     )
     options = f"{problem.activation.key}|fc2_output|{problem.layout.key}|||grouped|"
 
@@ -63,9 +62,17 @@ def test_gradients_have_the_strides_that_the_compiler_is_told(backend: str) -> N
         num_valid_tokens=None,
     )
     options = Options(Activation(), ProbPlacement.FC2_OUTPUT, Layout(), None, None, backend)
-    _, z = torch.ops.samebits.experts_forward(*call[:9], options.text, num_experts, 0, True)
+    _, z = torch.ops.samebits.experts_forward(*call[:INPUTS], options.text, num_experts, 0, True)
     wanted = [getattr(call, name) is not None for name in DIFFERENTIABLE]
-    arguments = (*call[:9], z, torch.rand(tokens, hidden), options.text, num_experts, 0, wanted)
+    arguments = (
+        *call[:INPUTS],
+        z,
+        torch.rand(tokens, hidden),
+        options.text,
+        num_experts,
+        0,
+        wanted,
+    )
 
     gradients = torch.ops.samebits.experts_backward(*arguments)
 

@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from samebits.arguments import require_type
-from samebits.errors import must
+from samebits.errors import UnsupportedError, must
 from samebits.formats.matrix import QuantizedMatrix
+from samebits.formats.weights import Parameters, QuantizedWeights
 from samebits.problem import DTYPES, Problem
+from samebits.routing import Routing
+from samebits.weights import ExpertWeights
 
 
 class Call(NamedTuple):
@@ -100,6 +103,56 @@ def weights_of_experts(
         matrices: Tensor = getattr(call, name)[experts]
         return matrices
     return quantized(problem, call, name).select(experts).dequantize(DTYPES[problem.dtype])
+
+
+def check_weights(weights: Parameters) -> None:
+    """Raise unless ``weights`` are parameters that can be computed with, and differentiated.
+
+    Raises:
+        TypeError: They are no parameters.
+        UnsupportedError: A gradient of quantised ones is wanted.
+    """
+    if not isinstance(weights, QuantizedWeights):
+        require_type("weights", weights, ExpertWeights)
+        return
+    matrices = (weights.gate_up, weights.down)
+    if torch.is_grad_enabled() and any(
+        tensor.requires_grad for matrix in matrices for tensor in matrix.named_tensors().values()
+    ):
+        raise UnsupportedError(
+            f"weights in {weights.format} have no gradient: a step of an optimizer is smaller than "
+            "the distance of their numbers\nhint: requires_grad_(False) and LoRAExperts, or train "
+            "samebits.dequantize(weights)"
+        )
+
+
+def call_of(
+    x: Tensor, routing: Routing, weights: Parameters, num_valid_tokens: Tensor | None
+) -> Call:
+    """Return the tensors of a call, in their places.
+
+    Determinism: no arithmetic.
+    """
+    first, second = weights.gate_up, weights.down
+    call = Call(
+        x,
+        routing.topk_ids,
+        routing.topk_probs,
+        first if isinstance(first, Tensor) else first.values,
+        second if isinstance(second, Tensor) else second.values,
+        weights.gate_up_bias,
+        weights.down_bias,
+        weights.norm_scale,
+        num_valid_tokens,
+    )
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return call
+    return call._replace(
+        gate_up_scales=first.scales,
+        down_scales=second.scales,
+        gate_up_global=first.global_scale,
+        down_global=second.global_scale,
+    )
 
 
 def check_out(out: Tensor, call: Call, dtype: torch.dtype) -> None:

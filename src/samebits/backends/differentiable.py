@@ -8,10 +8,13 @@ from torch.autograd.forward_ad import unpack_dual
 
 from samebits.arguments import require_type
 from samebits.backends import operator  # noqa: F401  its operators are defined on import
-from samebits.backends.call import DIFFERENTIABLE, PARAMETERS, Call
+from samebits.backends.call import DIFFERENTIABLE, INPUTS, PARAMETERS, Call
 from samebits.backends.options import Options
 from samebits.errors import UnsupportedError
 from samebits.weight_gradients import Destination
+
+# What the operators take: tensors, the options' text, N and the first expert held here.
+_OPERANDS = INPUTS + 3
 
 
 class _Experts(torch.autograd.Function):
@@ -20,9 +23,9 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         out: Tensor
-        out, z = torch.ops.samebits.experts_forward(*arguments[:12], True)
-        ctx.save_for_backward(*arguments[:9], z)
-        ctx.options, ctx.destination = arguments[9:12], arguments[12]
+        out, z = torch.ops.samebits.experts_forward(*arguments[:_OPERANDS], True)
+        ctx.save_for_backward(*arguments[:INPUTS], z)
+        ctx.options, ctx.destination = arguments[INPUTS:_OPERANDS], arguments[_OPERANDS]
         return out
 
     @staticmethod
@@ -32,11 +35,11 @@ class _Experts(torch.autograd.Function):
                 "a layer has no second derivatives; hint: call backward without create_graph"
             )
         *tensors, z = ctx.saved_tensors
-        # Inputs are in the order of Call; topk_ids (1) and num_valid_tokens (8) have no gradient.
+        # Inputs are in the order of Call; ids, the count and scales have no gradient.
         places = [Call._fields.index(name) for name in DIFFERENTIABLE]
         wanted = [ctx.needs_input_grad[i] for i in places]
         arguments = (*tensors, z, douts[0], *ctx.options)
-        result: list[Tensor | None] = [None] * 13
+        result: list[Tensor | None] = [None] * (_OPERANDS + 1)
         if ctx.destination is None:
             grads = torch.ops.samebits.experts_backward(*arguments, wanted)
         else:
@@ -57,7 +60,9 @@ def _delivered(
         places = [destination.placeholder(n, held[n]) if n in names else None for n in PARAMETERS]
         return [dx, dprobs, *places]
     if names:
-        destination.defer(names, lambda: _later(destination, arguments, names), arguments[:11])
+        destination.defer(
+            names, lambda: _later(destination, arguments, names), arguments[: INPUTS + 2]
+        )
     now = [want and name not in names for name, want in zip(DIFFERENTIABLE, wanted, strict=True)]
     if not any(now):
         return [None] * len(DIFFERENTIABLE)
@@ -119,7 +124,7 @@ def run(
     """
     if destination is not None:
         require_type("weight_gradients", destination, Destination)
-    arguments = (*call[:9], options.text, num_experts, expert_start)
+    arguments = (*call[:INPUTS], options.text, num_experts, expert_start)
     tensors = {name: t for name in DIFFERENTIABLE if (t := getattr(call, name)) is not None}
     eager = not torch.compiler.is_compiling()
     if eager and any(unpack_dual(t).tangent is not None for t in tensors.values()):

@@ -14,7 +14,7 @@ from torch import Tensor
 from samebits import env
 from samebits.autograd import laid_out
 from samebits.backends import choose
-from samebits.backends.call import DIFFERENTIABLE, PARAMETERS, Call, Gradients
+from samebits.backends.call import DIFFERENTIABLE, INPUTS, PARAMETERS, Call, Gradients
 from samebits.backends.options import Options
 from samebits.errors import must
 from samebits.problem import DTYPE_NAMES, Problem
@@ -45,6 +45,7 @@ def _problem(
         activation=options.activation,
         placement=options.placement,
         layout=options.layout,
+        format=options.format,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
         probs=probs,
@@ -71,7 +72,9 @@ def problem_of(
     def name(tensor: Tensor | None) -> str | None:
         return None if tensor is None else DTYPE_NAMES[tensor.dtype]
 
-    experts, hidden, columns = call.down.shape
+    # Packed weights have fewer columns than they stand for.
+    experts, rows, hidden = call.gate_up.shape[0], call.gate_up.shape[1], call.x.shape[1]
+    columns = rows // options.activation.columns
     return _problem(
         options,
         (hidden, columns, experts, call.topk_ids.shape[1], num_experts, expert_start),
@@ -84,7 +87,8 @@ def problem_of(
 
 _TENSORS = (
     "Tensor x, Tensor topk_ids, Tensor topk_probs, Tensor gate_up, Tensor down, "
-    "Tensor? gate_up_bias, Tensor? down_bias, Tensor? norm_scale, Tensor? num_valid_tokens"
+    "Tensor? gate_up_bias, Tensor? down_bias, Tensor? norm_scale, Tensor? num_valid_tokens, "
+    "Tensor? gate_up_scales, Tensor? down_scales, Tensor? gate_up_global, Tensor? down_global"
 )
 _OPTIONS = "str options, int num_experts, int expert_start"
 torch.library.define(
@@ -160,15 +164,15 @@ def compute(
 
 @torch.library.impl("samebits::experts_forward", "CompositeExplicitAutograd")
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    text, num_experts, expert_start, save = arguments[9:]
+    text, num_experts, expert_start, save = arguments[INPUTS:]
     options = Options.parse(text)
-    return compute(Call(*arguments[:9]), options, num_experts, expert_start, save=save)
+    return compute(Call(*arguments[:INPUTS]), options, num_experts, expert_start, save=save)
 
 
 @torch.library.impl("samebits::experts_into", "CompositeExplicitAutograd")
 def _forward_into(out: Tensor, *arguments: Any) -> None:
-    text, num_experts, expert_start = arguments[9:]
-    call = Call(*arguments[:9])._replace(out=out)
+    text, num_experts, expert_start = arguments[INPUTS:]
+    call = Call(*arguments[:INPUTS])._replace(out=out)
     compute(call, Options.parse(text), num_experts, expert_start, save=False)
 
 
@@ -179,8 +183,8 @@ def _forward_into_fake(out: Tensor, *arguments: Any) -> None:
 
 @torch.library.register_fake("samebits::experts_forward")  # type: ignore[untyped-decorator]
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    call = Call(*arguments[:9])
-    text, _, _, save = arguments[9:]
+    call = Call(*arguments[:INPUTS])
+    text, _, _, save = arguments[INPUTS:]
     out_dtype = Options.parse(text).out_dtype
     rows = call.topk_ids.shape[0] * call.topk_ids.shape[1] if save else 0
     out = call.x.new_empty(call.x.shape, dtype=call.x.dtype if out_dtype is None else out_dtype)
@@ -189,8 +193,8 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _compute_backward(arguments: tuple[Any, ...], into: dict[str, Buffer]) -> tuple[Tensor, ...]:
     """Return the gradients of the chosen backend, empty where not wanted or stored in ``into``."""
-    call = Call(*arguments[:9])
-    z, dout, text, num_experts, expert_start, wanted = arguments[9:]
+    call = Call(*arguments[:INPUTS])
+    z, dout, text, num_experts, expert_start, wanted = arguments[INPUTS:]
     options = Options.parse(text)
     problem = problem_of(options, call, num_experts, expert_start, grad=True)
     module = choose(options.backend, problem)
@@ -220,7 +224,7 @@ def _backward_into(buffers: list[Tensor], *arguments: Any) -> tuple[Tensor, Tens
 
 @torch.library.register_fake("samebits::experts_backward")  # type: ignore[untyped-decorator]
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    call, wanted = Call(*arguments[:9]), arguments[14]
+    call, wanted = Call(*arguments[:INPUTS]), arguments[INPUTS + 5]
     tensors = [getattr(call, name) for name in DIFFERENTIABLE]
     return tuple(
         torch.empty_like(t) if want and t is not None else call.x.new_empty(0)

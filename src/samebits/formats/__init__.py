@@ -35,6 +35,7 @@ from samebits.formats.descriptor import NVFP4 as NVFP4
 from samebits.formats.descriptor import FormatPair as FormatPair
 from samebits.formats.descriptor import WeightFormat as WeightFormat
 from samebits.formats.matrix import QuantizedMatrix as QuantizedMatrix
+from samebits.formats.weights import Parameters as Parameters
 from samebits.formats.weights import QuantizedWeights as QuantizedWeights
 from samebits.formats.weights import dequantize as dequantize
 from samebits.formats.weights import quantize as quantize

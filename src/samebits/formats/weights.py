@@ -87,21 +87,21 @@ class QuantizedWeights:
             for name in ("gate_up", "down")
             for part, tensor in getattr(self, name).named_tensors().items()
         }
-        return tensors | {n: t for n in _VECTORS if (t := getattr(self, n)) is not None}
+        return tensors | self.unquantized()
+
+    def unquantized(self) -> dict[str, Tensor]:
+        """Return the biases and the scale of the norm that are present, by field name."""
+        return {n: t for n in _VECTORS if (t := getattr(self, n)) is not None}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "QuantizedWeights":
         """Return weights with ``function`` applied to every tensor (to a device, a slice …)."""
-        changed: dict[str, Any] = {
-            n: function(t) for n in _VECTORS if (t := getattr(self, n)) is not None
-        }
+        changed: dict[str, Any] = {n: function(t) for n, t in self.unquantized().items()}
         changed |= {n: getattr(self, n).map(function) for n in ("gate_up", "down")}
         return replace(self, **changed)
 
     def to(self, dtype: torch.dtype) -> "QuantizedWeights":
         """Return weights that stand for numbers in ``dtype``; what is not quantised is cast."""
-        changed: dict[str, Any] = {
-            n: t.to(dtype) for n in _VECTORS if (t := getattr(self, n)) is not None
-        }
+        changed: dict[str, Any] = {n: t.to(dtype) for n, t in self.unquantized().items()}
         return replace(self, dtype=dtype, **changed)
 
     def to_layout(self, layout: Layout) -> "QuantizedWeights":
@@ -124,14 +124,21 @@ class QuantizedWeights:
         return replace(self, gate_up=gate_up, gate_up_bias=bias, layout=layout)
 
 
+# What ``samebits.experts`` computes with.
+Parameters = ExpertWeights | QuantizedWeights
+
+
 def quantize(
-    weights: ExpertWeights, weight_format: WeightFormat, scale_rule: ScaleRule | None = None
+    weights: ExpertWeights,
+    weight_format: WeightFormat | FormatPair,
+    scale_rule: ScaleRule | None = None,
 ) -> QuantizedWeights:
     """Return ``weights`` with both projections in a format.
 
     Args:
         weights: Dense parameters; biases and norm are taken as they are.
-        weight_format: The format, for example ``samebits.formats.MXFP4``.
+        weight_format: The format, for example ``samebits.formats.MXFP4``, or one for each
+            projection.
         scale_rule: "floor" or "round_up", for E8M0 scales only; None means "round_up" there. See
             ``samebits.formats.packing``.
 
@@ -142,10 +149,14 @@ def quantize(
     Determinism: exact; see ``quantize_matrix``.
     """
     require_type("weights", weights, ExpertWeights)
+    if isinstance(weight_format, FormatPair):
+        first, second = weight_format.gate_up, weight_format.down
+    else:
+        first = second = weight_format
     return QuantizedWeights(
-        gate_up=quantize_matrix(weights.gate_up, weight_format, scale_rule),
-        down=quantize_matrix(weights.down, weight_format, scale_rule),
-        dtype=weights.gate_up.dtype,
+        gate_up=quantize_matrix(weights.gate_up, first, scale_rule),
+        down=quantize_matrix(weights.down, second, scale_rule),
+        dtype=weights.dtype,
         gate_up_bias=weights.gate_up_bias,
         down_bias=weights.down_bias,
         layout=weights.layout,

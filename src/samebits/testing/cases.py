@@ -7,6 +7,7 @@ swapped dimension cannot pass. A new shape or option is one line here, not a new
 from dataclasses import replace
 
 from samebits.activation import Activation
+from samebits.formats.descriptor import FormatPair
 from samebits.problem import Problem, ProbPlacement
 from samebits.weights import Layout
 
@@ -73,6 +74,16 @@ def _dtypes() -> dict[str, Problem]:
     low = replace(whole, dtype="bf16")
     cases["bf16-fp32-biases"] = low
     cases["fp64-fp32-biases"] = replace(whole, dtype="fp64", probs="fp64")
+    quantised = replace(low, gate_up_bias="bf16", down_bias="bf16")
+    for key in ("fp8_128x128", "fp8_16x32/fp8_32x16", "mxfp8", "mxfp4", "nvfp4"):
+        name = key.replace("/", "-")
+        cases[f"{name}-gpt-oss"] = replace(quantised, format=FormatPair.parse(key))
+    cases["mxfp4-odd-sizes"] = replace(
+        _SMALL, H=63, F=33, E=7, dtype="fp16", format=FormatPair.parse("mxfp4")
+    )
+    cases["nvfp4-norm-fc2-input"] = replace(
+        cases["nvfp4-gpt-oss"], norm_eps=1e-5, placement=ProbPlacement.FC2_INPUT
+    )
     cases["bf16-probs"] = replace(low, probs="bf16", gate_up_bias="bf16", down_bias="bf16")
     cases["bf16-out-fp32"] = replace(_SMALL, dtype="bf16", out_dtype="fp32")
     return cases

@@ -15,6 +15,7 @@ from torch import Tensor
 from samebits.backends.call import DIFFERENTIABLE
 from samebits.errors import must
 from samebits.experts import experts
+from samebits.formats.weights import Parameters, QuantizedWeights, dequantize, quantize
 from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.routing import Routing
 from samebits.testing.numerics import Judgement, judge
@@ -35,20 +36,25 @@ class Inputs:
 
     x: Tensor
     routing: Routing
-    weights: ExpertWeights
+    weights: Parameters
     # (T, H), fp32 or the dtype of the output.
     dout: Tensor
     num_valid_tokens: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Inputs":
-        """Return inputs with ``function`` applied to every float tensor."""
-        routing = self.routing
+        """Return inputs with ``function`` applied to every float tensor that is not quantised."""
+        routing, weights = self.routing, self.weights
+        if isinstance(weights, QuantizedWeights):
+            changed: dict[str, Any] = {n: function(t) for n, t in weights.unquantized().items()}
+            weights = replace(weights, **changed)
+        else:
+            weights = weights.map(function)
         probs = function(routing.topk_probs)
         return replace(
             self,
             x=function(self.x),
             routing=Routing(routing.topk_ids.to(probs.device), probs, routing.num_experts),
-            weights=self.weights.map(function),
+            weights=weights,
             dout=function(self.dout),
         )
 
@@ -88,6 +94,9 @@ def make_inputs(
         norm=None if problem.norm_eps is None else PostExpertNorm(eps=problem.norm_eps),
         norm_scale=scales,
     )
+    stored: Parameters = weights
+    if problem.format is not None:
+        stored = quantize(weights, problem.format)
     ids = _choose(problem, tokens, distribution, generator).to(device)
     probs = torch.rand(tokens, problem.K, generator=generator) + 0.05
     routing = Routing(ids, probs.to(DTYPES[problem.probs]).to(device), problem.experts)
@@ -96,7 +105,7 @@ def make_inputs(
         live = tokens if valid_tokens is None else valid_tokens
         count = torch.tensor([live], dtype=torch.int32, device=device)
     dout = draw(tokens, problem.H, to=DTYPES[problem.result_dtype])
-    return Inputs(draw(tokens, problem.H), routing, weights, dout, count)
+    return Inputs(draw(tokens, problem.H), routing, stored, dout, count)
 
 
 def _choose(
@@ -178,6 +187,7 @@ def widened(problem: Problem) -> Problem:
         probs="fp64",
         gate_up_bias=None if problem.gate_up_bias is None else "fp64",
         down_bias=None if problem.down_bias is None else "fp64",
+        format=None,
         device="cpu",
     )
 
@@ -185,9 +195,15 @@ def widened(problem: Problem) -> Problem:
 def exact(problem: Problem, inputs: Inputs) -> dict[str, Tensor]:
     """Return ``run`` of the reference in fp64 on CPU, on the same values."""
     count = inputs.num_valid_tokens
-    wide = inputs.map(lambda t: t.double().cpu())
+    weights = inputs.weights
+    dense = dequantize(weights) if isinstance(weights, QuantizedWeights) else weights
+    wide = replace(inputs, weights=dense).map(lambda t: t.double().cpu())
     wide = replace(wide, num_valid_tokens=None if count is None else count.cpu())
-    return run(widened(problem), wide, "reference")
+    results = run(widened(problem), wide, "reference")
+    if problem.format is not None:
+        # Quantised matrices are frozen.
+        results = {n: t for n, t in results.items() if n not in ("d_gate_up", "d_down")}
+    return results
 
 
 # Results whose first index is the expert: the budget judges them expert by expert.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, linear
 
 from samebits import activation as act
-from samebits.backends.call import Call, accumulate_dtype
+from samebits.backends.call import Call, accumulate_dtype, weights_of_experts
 from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.routing import Permutation
 from samebits.weights import split_gate_up
@@ -23,6 +23,8 @@ _CHUNK_ROWS = 64
 # fp32 products of so many rows for each expert are quicker with the weight as the left operand;
 # measured with MKL.
 _WEIGHT_FIRST_FP32 = (5, 32)
+# Dense weights of a chunk of several experts take at most so many bytes.
+_CHUNK_BYTES = 2**28
 # What torch's grouped product takes on CPU: bytes that divide every stride and address.
 _ALIGNMENT = 16
 
@@ -61,6 +63,8 @@ class Rows:
             expert_start=problem.expert_start,
             num_valid_tokens=call.num_valid_tokens,
         )
+        parameters = (problem.activation.columns + 1) * problem.F * problem.H
+        self._most = max(1, _CHUNK_BYTES // (parameters * call.x.element_size()))
         self.bounds: list[int] = permutation.offsets.tolist()
         self.total = self.bounds[-1]
         # No chunk has more rows.
@@ -72,7 +76,9 @@ class Rows:
         self._probs = call.topk_probs.reshape(-1)[self.slots].to(wide)[:, None]
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the rows in order, in chunks of at most ``_CHUNK_ROWS`` or of one expert.
+        """Yield the rows in order, in chunks within ``_CHUNK_ROWS`` and ``_CHUNK_BYTES``.
+
+        A chunk of one expert may exceed both.
 
         Determinism: exact integers.
         """
@@ -81,7 +87,8 @@ class Rows:
         for expert, (start, stop) in enumerate(pairwise(self.bounds)):
             if stop == start:
                 continue
-            if present and stop - first > _CHUNK_ROWS:
+            full = stop - first > _CHUNK_ROWS or len(present) == self._most
+            if present and full:
                 yield self._chunk(first, start, present)
                 present, first = [], start
             present.append(expert)
@@ -104,12 +111,13 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     out = torch.zeros(call.x.shape, dtype=accumulate_dtype(problem))
     saved = call.x.new_empty(call.topk_ids.numel() if save else 0, call.gate_up.shape[1])
     terms = torch.empty(rows.longest, problem.H, dtype=out.dtype)
-    for chunk in rows.chunks():
+    for held in rows.chunks():
+        part, chunk = dense(problem, call, held)
         x = expert_input(problem, call.x.index_select(0, chunk.tokens), chunk.p)
-        z = product(x, call.gate_up, call.gate_up_bias, chunk)
+        z = product(x, part.gate_up, part.gate_up_bias, chunk)
         if save:
             saved[chunk.span] = z
-        y = _second(problem, call, _activate(problem, z, chunk.p), chunk)
+        y = _second(problem, part, _activate(problem, z, chunk.p), chunk)
         term = terms[: len(y)]
         if problem.placement == ProbPlacement.FC2_OUTPUT:
             torch.mul(y, chunk.p, out=term)
@@ -120,6 +128,30 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     if save:
         saved[rows.total :] = 0
     return out.to(DTYPES[problem.result_dtype]), saved
+
+
+def dense(problem: Problem, call: Call, chunk: Chunk) -> tuple[Call, Chunk]:
+    """Return a call that holds the chunk's experts alone, dequantised, and the chunk in its terms.
+
+    Where nothing is quantised, both as they are.
+
+    Determinism: see ``samebits.formats``.
+    """
+    if problem.format is None:
+        return call, chunk
+    experts = chunk.present
+    changed = {
+        name: weights_of_experts(problem, call, name, experts) for name in ("gate_up", "down")
+    }
+    for name in ("gate_up_bias", "down_bias"):
+        bias: Tensor | None = getattr(call, name)
+        if bias is not None:
+            changed[name] = bias[experts]
+    counts = torch.tensor(chunk.counts)
+    renumbered = torch.arange(len(experts)).repeat_interleave(counts)
+    return call._replace(**changed), chunk._replace(
+        experts=renumbered, present=list(range(len(experts)))
+    )
 
 
 def expert_input(problem: Problem, x: Tensor, p: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from samebits.backends.grouped.host import (
     Chunk,
     Normed,
     Rows,
+    dense,
     expert_input,
     product,
     unrounded,
@@ -51,12 +52,14 @@ def backward(
     parameters = _ParameterGradients(call, want, rows.bounds, into)
     for chunk in rows.chunks():
         local = _derivative(problem, z[chunk.span].to(wide))
+        # Gradients of parameters are by the numbers of the call, products by those of the part.
+        part, renumbered = dense(problem, call, chunk)
         second = _second_backward(
             problem,
-            call,
+            part,
             dout.index_select(0, chunk.tokens),
             local.h,
-            chunk,
+            renumbered,
             want_dh=want_dz or (want_probs and not on_input),
             want_probs=want_probs,
         )
@@ -75,7 +78,8 @@ def backward(
         x = call.x.index_select(0, chunk.tokens)
         parameters.of_first(chunk, dz, expert_input(problem, x, chunk.p))
         if want_dx:
-            dx_slot = product(dz, call.gate_up.transpose(1, 2), None, chunk).contiguous().to(wide)
+            dx_slot = product(dz, part.gate_up.transpose(1, 2), None, renumbered)
+            dx_slot = dx_slot.contiguous().to(wide)
             if on_input:
                 dprobs[rows.slots[chunk.span]] = (dx_slot * x).sum(-1)
                 dx_slot = dx_slot * chunk.p

@@ -3,7 +3,8 @@
     python benchmarks/tune_backward.py --out FILE [--shapes qwen3-30b,mixtral] [--tokens 256,4096]
 
 Stages: ``hidden`` (product with down, derivative behind it), ``input`` (dz · gate_up), ``down`` and
-``gate_up`` (weight gradients). A candidate enters a tuning table only from here.
+``gate_up`` (weight gradients), ``first`` (the forward's first projection, which stores z). A
+candidate enters a tuning table only from here.
 """
 
 import argparse
@@ -13,12 +14,14 @@ from pathlib import Path
 
 import torch
 import triton
+from backward_candidates import HIDDEN, candidates
 from timing import compile_in_processes
-from tune_indirect_gemm import rows, streamed, timed, weights_of
+from tune_indirect_gemm import timed, weights_of
 
 from samebits.activation import Activation
 from samebits.ops.hidden_gradient.kernel import launch_hidden_gradient
-from samebits.ops.indirect_gemm.kernel import launch_second_projection
+from samebits.ops.hidden_gradient.tuning import Config as Hidden
+from samebits.ops.indirect_gemm.kernel import launch_first_projection, launch_second_projection
 from samebits.ops.permute.kernel import launch_metadata, launch_permute, launch_tiles
 from samebits.ops.weight_gradient.kernel import launch_order, launch_weight_gradient
 from samebits.ops.weight_gradient.tuning import Config as Outer
@@ -26,86 +29,6 @@ from samebits.testing.cases import MODELS
 from samebits.weights import Layout
 
 ACTIVATION = Activation()
-
-
-def outer(block_m, block_n, block_k, warps, stages, group=8, *, persistent=True):
-    programs = 132 if block_m * block_n >= 128 * 256 else 264
-    return Outer(
-        block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages,
-        group=group, programs=programs if persistent else 1 << 20,
-    )  # fmt: skip
-
-
-HIDDEN = [
-    rows(64, 128, 64, 4, 3),
-    rows(64, 128, 64, 4, 4),
-    rows(64, 256, 64, 4, 2),
-    rows(64, 256, 64, 4, 3),
-    rows(64, 256, 64, 8, 3),
-    rows(128, 128, 64, 4, 3),
-    rows(128, 128, 64, 8, 3),
-    rows(128, 128, 64, 8, 4),
-    rows(128, 256, 64, 8, 3),
-    rows(128, 256, 64, 8, 3, 16),
-]
-INPUT = [
-    rows(64, 128, 64, 4, 4),
-    rows(64, 256, 64, 4, 3),
-    rows(64, 256, 64, 8, 4, 16),
-    rows(128, 128, 64, 4, 3),
-    rows(128, 128, 64, 8, 4),
-    rows(128, 256, 64, 8, 3),
-    rows(128, 256, 64, 8, 4),
-    rows(128, 256, 64, 8, 3, 16),
-]
-FEW = [
-    streamed(16, 128, 64, 4, 4, False),
-    streamed(16, 128, 128, 4, 3, True),
-    streamed(32, 128, 64, 4, 4, True),
-    streamed(32, 128, 128, 8, 3, True),
-    streamed(32, 128, 64, 4, 4, False),
-    streamed(64, 128, 64, 8, 4, True),
-    streamed(64, 128, 64, 4, 3, False),
-]
-OUTER = [
-    outer(128, 256, 64, 8, 3),
-    outer(128, 256, 64, 8, 4),
-    outer(128, 256, 64, 8, 4, 16),
-    outer(256, 128, 64, 8, 3),
-    outer(256, 128, 64, 8, 4),
-    outer(128, 128, 64, 4, 3),
-    outer(128, 128, 64, 8, 3),
-    outer(128, 128, 64, 4, 3, persistent=False),
-    outer(128, 256, 64, 8, 3, persistent=False),
-]
-OUTER_MIDDLE = [
-    outer(128, 128, 64, 4, 2, persistent=False),
-    outer(128, 128, 64, 8, 2, persistent=False),
-    outer(128, 128, 128, 8, 2, persistent=False),
-    outer(64, 256, 64, 4, 2, persistent=False),
-    outer(64, 256, 64, 4, 3, persistent=False),
-    outer(64, 128, 64, 4, 2, persistent=False),
-    outer(64, 128, 64, 4, 3, persistent=False),
-    outer(128, 64, 64, 4, 3, persistent=False),
-]
-OUTER_FEW = [
-    outer(128, 128, 32, 4, 3, persistent=False),
-    outer(128, 128, 64, 4, 2, persistent=False),
-    outer(128, 128, 32, 8, 2, persistent=False),
-    outer(64, 128, 32, 4, 3, persistent=False),
-    outer(64, 256, 32, 4, 3, persistent=False),
-]
-
-
-def candidates(stage, rows_per_expert):
-    if stage in ("down", "gate_up"):
-        if rows_per_expert <= 100:
-            return [*OUTER_FEW, *OUTER_MIDDLE]
-        return [*OUTER_MIDDLE, *OUTER] if rows_per_expert <= 600 else OUTER
-    wide = HIDDEN if stage == "hidden" else INPUT
-    if rows_per_expert <= 40:
-        return [*FEW, *wide[:4]]
-    return [*FEW[4:], *wide] if rows_per_expert <= 150 else wide
 
 
 class Case:
@@ -150,19 +73,27 @@ class Case:
                 Layout(), config, topk=self.problem.K, gather=False,
                 want_dz=True, want_h=True, want_partial=True,
             )  # fmt: skip
+        if stage == "first":
+            return launch_first_projection(
+                self.x, self.slots, table, self.weights, ACTIVATION, None, config,
+                topk=self.problem.K, gather=False, save=True,
+            )  # fmt: skip
         matrices = self.weights.gate_up.transpose(1, 2)
         return (launch_second_projection(self.dz, self.slots, table, matrices, None, None, config),)
 
 
-STAGES = ["hidden", "input", "down", "gate_up"]
+STAGES = ["hidden", "input", "down", "gate_up", "first"]
 
 
 def short(c):
     if isinstance(c, Outer):
         tile = f"{c.block_m}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages}"
-        return f"{tile} g{c.group} p{c.programs}"
+        how = "".join(f" {k}" for k in ("tma", "boxed", "stored") if getattr(c, k))
+        return f"{tile} g{c.group} p{c.programs}{how}"
     form = "swap" if c.swap else "rows"
-    return f"{form} {c.block_r}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages} g{c.group}"
+    tile = f"{c.block_r}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages} g{c.group}"
+    how = f" slice {c.slice}{' prefetch' * c.prefetch}" if isinstance(c, Hidden) else ""
+    return f"{form} {tile}{how}"
 
 
 def measure(name, tokens, weights):
@@ -170,7 +101,7 @@ def measure(name, tokens, weights):
     case = Case(problem, tokens, weights)
     results = []
     for stage in STAGES:
-        width = 2 * problem.F if stage in ("input", "gate_up") else problem.F
+        width = 2 * problem.F if stage in ("input", "gate_up", "first") else problem.F
         flop = 2 * case.total * problem.H * width
         byte = 2 * case.touched * problem.H * width
         found = candidates(stage, case.total / problem.E)

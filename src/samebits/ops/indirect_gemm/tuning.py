@@ -1,7 +1,7 @@
 """Tile shapes of the projections; all that an architecture uses compute the same bits."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Config:
     # Programs of a persistent grid, at most.
     programs: int = 132
 
-    def for_fp32(self) -> "Config":
+    def for_fp32(self) -> Self:
         """Return a tile that fp32 operands fit: IEEE products have no matrix unit."""
         return replace(
             self, block_r=min(self.block_r, 64), block_n=64, block_k=32, num_stages=2, num_warps=4

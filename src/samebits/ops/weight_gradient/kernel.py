@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samebits.ops._triton.chunks import CHUNK, chunk_of_program, chunks_of_expert
 from samebits.ops._triton.launch import recordable
-from samebits.ops._triton.operand import row_operand
+from samebits.ops._triton.operand import row_operand, weight_operand
 from samebits.ops._triton.product import tile_of_position
 from samebits.ops.weight_gradient.tuning import Config
 
@@ -43,10 +43,11 @@ def _masked(ptr, stride_r, rows, end, column, width, BLOCK: tl.constexpr):
 @triton.jit
 def _weight_gradient_kernel(
     a, a_ptr, stride_ar, b, b_ptr, stride_br,
-    dw_ptr, stride_e, stride_m, stride_n,
+    dw, dw_ptr, stride_e, stride_m, stride_n,
     order_ptr, offsets_ptr,
     E, M, N,
-    DESCRIBED: tl.constexpr, ACCUMULATE: tl.constexpr, GROUP: tl.constexpr,
+    DESCRIBED: tl.constexpr, BOXED: tl.constexpr, STORED: tl.constexpr,
+    ACCUMULATE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row_blocks, column_blocks = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -63,19 +64,31 @@ def _weight_gradient_kernel(
             for row in range(start, rest, BLOCK_K):
                 left, right = a.load([row, m]), b.load([row, n])
                 acc = tl.dot(left.T, right, acc, input_precision="ieee")
-        for row in range(rest, end, BLOCK_K):
-            rows = row + tl.arange(0, BLOCK_K)
-            left = _masked(a_ptr, stride_ar, rows, end, m, M, BLOCK_M)
-            right = _masked(b_ptr, stride_br, rows, end, n, N, BLOCK_N)
-            acc = tl.dot(left.T, right, acc, input_precision="ieee")
+        if DESCRIBED and BOXED:
+            if rest < end:
+                # Boxes that reach into the next expert's rows, which may hold anything.
+                inside = (rest + tl.arange(0, BLOCK_K) < end)[:, None]
+                left = tl.where(inside, a.load([rest, m]), 0.0)
+                right = tl.where(inside, b.load([rest, n]), 0.0)
+                acc = tl.dot(left.T, right, acc, input_precision="ieee")
+        else:
+            for row in range(rest, end, BLOCK_K):
+                rows = row + tl.arange(0, BLOCK_K)
+                left = _masked(a_ptr, stride_ar, rows, end, m, M, BLOCK_M)
+                right = _masked(b_ptr, stride_br, rows, end, n, N, BLOCK_N)
+                acc = tl.dot(left.T, right, acc, input_precision="ieee")
 
-        ms, ns = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
-        place = expert.to(tl.int64) * stride_e + (ms.to(tl.int64) * stride_m)[:, None]
-        place += (ns.to(tl.int64) * stride_n)[None, :]
-        mask = (ms < M)[:, None] & (ns < N)[None, :]
-        if ACCUMULATE:
-            acc += tl.load(dw_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dw_ptr + place, acc.to(dw_ptr.dtype.element_ty), mask=mask)
+        if STORED:
+            tile = acc.to(dw_ptr.dtype.element_ty).reshape(1, BLOCK_M, BLOCK_N)
+            dw.store([expert, m, n], tile)
+        else:
+            ms, ns = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
+            place = expert.to(tl.int64) * stride_e + (ms.to(tl.int64) * stride_m)[:, None]
+            place += (ns.to(tl.int64) * stride_n)[None, :]
+            mask = (ms < M)[:, None] & (ns < N)[None, :]
+            if ACCUMULATE:
+                acc += tl.load(dw_ptr + place, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dw_ptr + place, acc.to(dw_ptr.dtype.element_ty), mask=mask)
 
 
 @recordable
@@ -165,10 +178,14 @@ def launch_weight_gradient(
     if work == 0:
         return dw
     described = left_described and right_described
+    box = (config.block_m, config.block_n) if config.stored and not accumulate else None
+    target, _, stored = weight_operand(dw_seen, box)
+    stored = stored and dw_seen.stride(2) == 1
     _weight_gradient_kernel[(min(work, config.programs),)](
         left if described else a, a, a.stride(0), right if described else b, b, b.stride(0),
-        dw_seen, *dw_seen.stride(), order, offsets, experts, m, n,
-        DESCRIBED=described, ACCUMULATE=accumulate, GROUP=config.group,
+        target, dw_seen, *dw_seen.stride(), order, offsets, experts, m, n,
+        DESCRIBED=described, BOXED=config.boxed, STORED=stored,
+        ACCUMULATE=accumulate, GROUP=config.group,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
     )  # fmt: skip

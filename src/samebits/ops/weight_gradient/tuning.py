@@ -18,6 +18,10 @@ class Config:
     group: int = 8
     # Read through tensor descriptors where alignment allows.
     tma: bool = True
+    # The last step of an expert through descriptors too, masked in registers.
+    boxed: bool = False
+    # Write through a tensor descriptor where alignment allows.
+    stored: bool = False
     # Programs of a persistent grid, at most.
     programs: int = 132
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from samebits.backends import BACKENDS
 from samebits.backends.call import DIFFERENTIABLE, Call
+from samebits.ops.permute import kernel as permute
+from samebits.ops.slot_gemm import tuning as slot_tuning
 from samebits.problem import Problem, ProbPlacement
 from samebits.testing.cases import CASES
 from samebits.testing.inputs import Inputs, judge_all, make_inputs
@@ -62,6 +64,23 @@ def test_every_gradient_is_within_the_budget(name: str, placement: ProbPlacement
     assert all(j.passed for j in judgements.values()), {
         name: str(j) for name, j in judgements.items() if not j.passed
     }
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-whole", "interleave-16", "local-experts", "counted"])
+def test_a_few_tokens_need_no_sort(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter knows no second launch that starts early.
+    monkeypatch.setattr(slot_tuning, "TILES", slot_tuning.TILES._replace(early=False))
+    monkeypatch.setattr(permute, "launch_metadata", None)
+    problem = replace(CASES[name], H=24, F=32, placement=CASES_OF_PLACEMENT[name], grad=False)
+    inputs = make_inputs(problem, 1, valid_tokens=1)
+    # In fp32, which the tiles of single slots are not for.
+    kind = replace(problem, dtype="bf16", out_dtype="fp32", device="sm_90")
+
+    out, z = FUSED.forward(kind, _call(inputs), save=False)
+
+    judgements = judge_all(problem, inputs, {"out": out})
+    assert judgements["out"].passed, str(judgements["out"])
+    assert z.shape == (0, inputs.weights.gate_up.shape[1])
 
 
 def test_a_gradient_that_is_not_wanted_is_not_computed_and_changes_no_other() -> None:

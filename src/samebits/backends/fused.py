@@ -1,8 +1,9 @@
 """Triton on a GPU: metadata, first projection with the activation in its epilogue, second, combine.
 
-Four launches (five for many tokens) forward and no host sync; every shape is a function of T, so a
-call can be captured in a CUDA graph. Tiles follow T, bits do not: every tile of the table computes
-the same. The table is evidence for sm_90; another architecture has one tile for every T.
+Four launches (five for many tokens, two for very few) forward and no host sync; every shape is a
+function of T, so a call can be captured in a CUDA graph. Tiles follow T, bits do not: every tile of
+the table computes the same. The table is evidence for sm_90; another architecture has one tile for
+every T.
 """
 
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from samebits.backends import device_gradients
 from samebits.backends.call import Call, Gradients, why_no_kernels
+from samebits.ops.slot_gemm import tuning as slot_tuning
 from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.weight_gradients import Buffer
 from samebits.weights import ExpertWeights
@@ -47,6 +49,10 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     from samebits.ops.permute.kernel import launch_combine, launch_metadata, launch_permute
 
     topk, total = problem.K, call.topk_ids.numel()
+    tokens = call.topk_ids.shape[0]
+    tiles = slot_tuning.heuristic(tokens, topk, problem.E, problem.device, problem.dtype)
+    if tiles is not None and total and not save:
+        return _by_slot(problem, call, tiles), call.x.new_empty(0, call.gate_up.shape[1])
     first, second = heuristic(max(total, 1), problem.E, problem.device)
     if problem.dtype == "fp32":
         first, second = (config.for_fp32() for config in (first, second))
@@ -57,13 +63,7 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
         expert_start=problem.expert_start,
         num_valid_tokens=call.num_valid_tokens,
     )
-    weights = ExpertWeights(
-        gate_up=call.gate_up,
-        down=call.down,
-        gate_up_bias=call.gate_up_bias,
-        down_bias=call.down_bias,
-        layout=problem.layout,
-    )
+    weights = _weights(problem, call)
     probs = call.topk_probs.contiguous()
     placed = {p: probs if p == problem.placement else None for p in ProbPlacement}
     x, gather = call.x, True
@@ -100,6 +100,50 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
         out=call.out,
     )
     return out, call.x.new_empty(0, call.gate_up.shape[1]) if z is None else z
+
+
+def _weights(problem: Problem, call: Call) -> ExpertWeights:
+    return ExpertWeights(
+        gate_up=call.gate_up,
+        down=call.down,
+        gate_up_bias=call.gate_up_bias,
+        down_bias=call.down_bias,
+        layout=problem.layout,
+    )
+
+
+def _by_slot(problem: Problem, call: Call, tiles: slot_tuning.Tiles) -> Tensor:
+    """Return the output of few tokens: two launches, nothing is sorted."""
+    from samebits.ops.slot_gemm.kernel import launch_slot_hidden, launch_token_output
+
+    probs, placement = call.topk_probs.contiguous(), problem.placement
+    h = launch_slot_hidden(
+        call.x,
+        call.topk_ids,
+        _weights(problem, call),
+        problem.activation,
+        probs,
+        placement,
+        tiles.hidden,
+        expert_start=problem.expert_start,
+        num_valid_tokens=call.num_valid_tokens,
+        early=tiles.early,
+    )
+    out = call.out
+    if out is None:
+        out = call.x.new_empty(call.x.shape, dtype=DTYPES[problem.result_dtype])
+    return launch_token_output(
+        h,
+        call.topk_ids,
+        call.down,
+        call.down_bias,
+        probs,
+        placement,
+        out,
+        tiles,
+        expert_start=problem.expert_start,
+        num_valid_tokens=call.num_valid_tokens,
+    )
 
 
 def backward(

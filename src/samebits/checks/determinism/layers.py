@@ -22,12 +22,14 @@ from samebits.checks.determinism.variant import Variant
 from samebits.ops.grouped_gemm import tuning as grouped_tuning
 from samebits.ops.hidden_gradient import tuning as hidden_tuning
 from samebits.ops.indirect_gemm import tuning as indirect_tuning
+from samebits.ops.slot_gemm import tuning as slot_tuning
 from samebits.ops.weight_gradient import tuning as weight_tuning
 from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.weights import Layout
 
 HIDDEN = "ops/hidden_gradient/kernel.py:"
 INDIRECT = "ops/indirect_gemm/kernel.py:"
+SLOT = "ops/slot_gemm/kernel.py:"
 WEIGHT = "ops/weight_gradient/kernel.py:"
 FIRST, SECOND = f"{INDIRECT}_first_projection_kernel", f"{INDIRECT}_second_projection_kernel"
 
@@ -73,6 +75,8 @@ def layers() -> Iterator[Variant]:
             )
             if family in ("plain", "gpt-oss", "fc2_input"):
                 yield from _unlike(_grouped(family, problem, point) for point in _POINTS[::2])
+            if dtype != "fp32":
+                yield _single_slots(family, problem)
     yield _suspect()
 
 
@@ -145,6 +149,23 @@ def _forward(family: str, problem: Problem, per_expert: float) -> Variant:
         kernels.append(f"{PERMUTE}_gather_kernel")
     tiles = _projections(family, problem, tokens)
     return _variant("fused", family, problem, tokens, kernels, tiles)
+
+
+def _single_slots(family: str, problem: Problem) -> Variant:
+    tokens = 1
+    tiles = slot_tuning.heuristic(tokens, problem.K, problem.E, problem.device, problem.dtype)
+    assert tiles is not None
+    return Variant(
+        name=f"fused {problem.dtype} {family} T={tokens}",
+        kernels=[f"{SLOT}_slot_hidden_kernel", f"{SLOT}_token_output_kernel"],
+        config={
+            "problem": str(problem),
+            "tokens": tokens,
+            "_slot_hidden_kernel": _tile(family, problem, tiles.hidden),
+            "_token_output_kernel": _tile(family, problem, tiles.output) | {"early": tiles.early},
+        },
+        prepare=partial(calls.layer, problem, tokens, "fused", transposed=family == "in_out"),
+    )
 
 
 def _backward(family: str, problem: Problem, per_expert: float) -> Variant:

@@ -28,6 +28,16 @@ def expert_of_row(offsets_ptr, rows, E: tl.constexpr):
 
 
 @triton.jit
+def insert_ascending(ordered, key, COUNT: tl.constexpr):
+    """Return the ``COUNT`` ascending scalars of a tuple and ``key``, ascending."""
+    placed = ()
+    for place in tl.static_range(COUNT):
+        placed = placed + (tl.minimum(key, ordered[place]),)  # noqa: RUF005
+        key = tl.maximum(key, ordered[place])
+    return placed + (key,)  # noqa: RUF005
+
+
+@triton.jit
 def keys_ascending(
     inverse_ptr, first, R, TOPK: tl.constexpr, POW2: tl.constexpr, WIDE: tl.constexpr
 ):
@@ -40,11 +50,7 @@ def keys_ascending(
     for k in tl.static_range(TOPK):
         row = tl.minimum(tl.load(inverse_ptr + first + k), R)
         key = row.to(tl.int64 if WIDE else tl.int32) * POW2 + k
-        placed = ()
-        for other in tl.static_range(k):
-            placed = placed + (tl.minimum(key, ordered[other]),)  # noqa: RUF005
-            key = tl.maximum(key, ordered[other])
-        ordered = placed + (key,)  # noqa: RUF005
+        ordered = insert_ascending(ordered, key, k)
     return ordered
 
 

@@ -35,7 +35,7 @@ from samebits.weights import ExpertWeights
 
 
 @triton.jit
-def _split(
+def split_parts(
     z, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr
 ):
     """Return the first and second parts of ``[BLOCK_R, 2 * BLOCK_F]``, alternating by ``BLOCK``."""
@@ -102,7 +102,7 @@ def _first_projection_kernel(
             acc = acc + bias.to(tl.float32)[None, :]
         z = acc.to(dtype)
         if GATED:
-            first, second = _split(z, PAIRED, INTERLEAVE, BLOCK_R, BLOCK_F)
+            first, second = split_parts(z, PAIRED, INTERLEAVE, BLOCK_R, BLOCK_F)
         if z_ptr is not None:
             z_rows = z_ptr + (rows.to(tl.int64) * (PARTS * F))[:, None]
             if PAIRED:

@@ -234,7 +234,8 @@ class Destination:
         self, names: list[str], compute: Callable[[], None], tensors: Iterable[Tensor | None]
     ) -> None:
         """Leave ``compute``, which reads ``tensors``, to ``backward_dw``."""
-        read = tuple(tensor for tensor in tensors if tensor is not None)
+        owned = (parameter for name in names for parameter in self.owners[name].parameters)
+        read = tuple(tensor for tensor in (*tensors, *owned) if tensor is not None)
         versions = tuple(tensor._version for tensor in read)
         self.policy._pending.append(_Pending(self, tuple(names), compute, read, versions))
 

@@ -12,17 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from samebits.activation import Activation
-from samebits.errors import UnsupportedError, must
-from samebits.experts import grouped_experts
+from samebits.errors import UnsupportedError
+from samebits.experts import experts, grouped_experts
 from samebits.integrations.configs.megatron import (
     fields_of,
     megatron_activation,
     megatron_layout,
     megatron_placement,
 )
-from samebits.integrations.megatron.stacking import repoint, stacked
+from samebits.integrations.megatron.parameters import (
+    Parameters,
+    held_by,
+    linears_of,
+    owners_of,
+    weights_of,
+)
+from samebits.integrations.megatron.stacking import in_memory_order, repoint
 from samebits.problem import ProbPlacement
-from samebits.weights import ExpertWeights, Layout
+from samebits.routing import Routing
+from samebits.weight_gradients import WeightGradients
+from samebits.weights import Layout
 
 _REFUSED = {
     "fp8": "FP8 experts are Transformer Engine's; use BF16 experts",
@@ -62,13 +71,17 @@ class Adapted:
 
     def remove(self) -> None:
         """Undo ``adapt``; the parameters stay where they are."""
-        vars(self.module).pop("forward", None)
+        for name in ("forward", "backward_dw", _POLICY):
+            vars(self.module).pop(name, None)
 
 
 def adapt(module: nn.Module, config: Any = None, *, backend: str = "auto") -> Adapted:
     """Make an experts module of Megatron-LM compute with ``samebits.grouped_experts``.
 
-    Its call stays ``(permuted_hidden, tokens_per_expert, permuted_probs) -> (out, None)``.
+    Its call stays ``(permuted_hidden, tokens_per_expert, permuted_probs) -> (out, None)``. With
+    ``gradient_accumulation_fusion`` gradients of parameters go into their ``main_grad``; with
+    ``delay_wgrad_compute`` (or the flag that overlaps them with dispatch) they wait for
+    ``backward_dw()``. See ``samebits.WeightGradients``.
 
     Args:
         module: A ``TEGroupedMLP`` or ``SequentialMLP``, or any module with ``linear_fc1`` and
@@ -87,20 +100,15 @@ def adapt(module: nn.Module, config: Any = None, *, backend: str = "auto") -> Ad
     Determinism: see ``samebits.experts``.
     """
     config = module.config if config is None else config
-    for name, reason in _REFUSED.items():
-        value = getattr(config, name, None)
-        if value:
-            raise UnsupportedError(f"{name} = {value!r}: {reason}")
-    if "moe_act" in (getattr(config, "recompute_modules", None) or ()):
-        raise UnsupportedError(
-            "recompute_modules = moe_act: the activation is part of the library's operator; use "
-            'recompute_modules = ["moe"]'
-        )
+    _refuse(config)
     options = options_of(config)
-    _weights(module, options)  # shapes and dtypes are checked before anything changes
-    for parameters in _parameters(module).values():
+    held = held_by(module)
+    weights_of(held, options.layout)  # shapes and dtypes are checked before anything changes
+    policy = _policy_of(config)
+    for parameters in held.values():
         if len(parameters) > 1:
-            repoint(parameters)
+            # Views of parameters and of gradients have to run the same way.
+            repoint(parameters[::-1] if policy is not None and policy.main_grad else parameters)
 
     def forward(
         self: nn.Module,
@@ -112,21 +120,102 @@ def adapt(module: nn.Module, config: Any = None, *, backend: str = "auto") -> Ad
     ) -> tuple[Tensor, None]:
         if output_buffer is not None or grad_input_buffer is not None:
             raise UnsupportedError("output_buffer and grad_input_buffer are the op-fuser's")
-        rows = permuted_local_hidden_states
-        out = grouped_experts(
-            rows,
-            _offsets(tokens_per_expert, rows),
-            # Of self, which is another module in a deep copy.
-            _weights(self, options),
-            options.activation,
-            row_probs=permuted_probs.reshape(-1).float(),
-            placement=options.placement,
-            backend=backend,
+        # Of self, which is another module in a deep copy.
+        out = _compute(
+            self,
+            options,
+            backend,
+            permuted_local_hidden_states,
+            _offsets(tokens_per_expert, permuted_local_hidden_states),
+            permuted_probs.reshape(-1).float(),
         )
         return out, None
 
     vars(module)["forward"] = MethodType(forward, module)
+    if policy is not None:
+        vars(module)[_POLICY] = policy
+        if policy.delayed:
+            _delay(module, held)
     return Adapted(module)
+
+
+def _refuse(config: Any) -> None:
+    for name, reason in _REFUSED.items():
+        value = getattr(config, name, None)
+        if value:
+            raise UnsupportedError(f"{name} = {value!r}: {reason}")
+    if "moe_act" in (getattr(config, "recompute_modules", None) or ()):
+        raise UnsupportedError(
+            "recompute_modules = moe_act: the activation is part of the library's operator; use "
+            'recompute_modules = ["moe"]'
+        )
+
+
+def _compute(
+    module: nn.Module, options: Options, backend: str, rows: Tensor, offsets: Tensor, probs: Tensor
+) -> Tensor:
+    """Return the rows of ``module``, from the parameters that it holds now."""
+    held = held_by(module)
+    backwards = in_memory_order(held["gate_up"])[0] is not held["gate_up"][0]
+    if backwards:
+        held = {name: parameters[::-1] for name, parameters in held.items()}
+    weights = weights_of(held, options.layout)
+    policy: WeightGradients | None = vars(module).get(_POLICY)
+    destination = None if policy is None else policy.of(owners_of(held))
+    if not backwards:
+        return grouped_experts(
+            rows,
+            offsets,
+            weights,
+            options.activation,
+            row_probs=probs,
+            placement=options.placement,
+            backend=backend,
+            weight_gradients=destination,
+        )
+    return experts(
+        rows,
+        Routing(_backward_ids(offsets, rows)[:, None], probs[:, None]),
+        weights,
+        options.activation,
+        placement=options.placement,
+        backend=backend,
+        weight_gradients=destination,
+    )
+
+
+# Where a module keeps its ``WeightGradients``: a deep copy has to have its own.
+_POLICY = "_samebits_weight_gradients"
+
+
+def _policy_of(config: Any) -> WeightGradients | None:
+    """Return what a configuration says of the gradients of parameters."""
+    main_grad = bool(getattr(config, "gradient_accumulation_fusion", None))
+    delayed = bool(
+        getattr(config, "delay_wgrad_compute", None)
+        or getattr(config, "overlap_dispatch_backward_with_experts_wgrad", None)
+    )
+    return WeightGradients(main_grad=main_grad, delayed=delayed) if main_grad or delayed else None
+
+
+def _delay(module: nn.Module, held: Parameters) -> None:
+    vars(module)["backward_dw"] = MethodType(_backward_dw, module)
+    for parameter in (p for parameters in held.values() for p in parameters):
+        # The data-parallel wrapper then leaves the parameter's hook to backward_dw.
+        parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+
+def _backward_dw(self: nn.Module) -> None:
+    """Compute the weight gradients of the oldest backward, then what waits for them."""
+    policy: WeightGradients = vars(self)[_POLICY]
+    if not policy.pending:
+        return
+    policy.backward_dw()
+    for linear in linears_of(self, "linear_fc2") + linears_of(self, "linear_fc1"):
+        # Transformer Engine's layers keep the hooks of the data-parallel wrapper.
+        run_hooks = getattr(linear, "_trigger_wgrad_accumulation_and_reduce_hooks", None)
+        if run_hooks is not None:
+            run_hooks()
 
 
 def _offsets(tokens_per_expert: Tensor | list[int], rows: Tensor) -> Tensor:
@@ -134,52 +223,8 @@ def _offsets(tokens_per_expert: Tensor | list[int], rows: Tensor) -> Tensor:
     return torch.nn.functional.pad(counts.to(torch.int64).cumsum(0), (1, 0))
 
 
-# Parameter of this library -> linear layer and kind of Megatron-LM.
-_PLACES = {
-    "gate_up": ("linear_fc1", "weight"),
-    "down": ("linear_fc2", "weight"),
-    "gate_up_bias": ("linear_fc1", "bias"),
-    "down_bias": ("linear_fc2", "bias"),
-}
-
-
-def _weights(module: nn.Module, options: Options) -> ExpertWeights:
-    """Return the parameters that ``module`` holds now: their owner may have put others there."""
-    tensors: dict[str, Any] = {
-        name: None if not held else held[0] if held[0].dim() == _dims(name) else stacked(held)
-        for name, held in _parameters(module).items()
-    }
-    return ExpertWeights(layout=options.layout, **tensors)
-
-
-def _dims(name: str) -> int:
-    """Return the dimensions of a stacked parameter."""
-    return 2 if name.endswith("bias") else 3
-
-
-def _parameters(module: nn.Module) -> dict[str, list[Tensor]]:
-    """Return the tensors of each parameter, one for each expert or one that is stacked."""
-    return {name: _held(module, *place) for name, place in _PLACES.items()}
-
-
-def _held(module: nn.Module, linear: str, kind: str) -> list[Tensor]:
-    local = getattr(module, "local_experts", None)
-    if local is not None:
-        held = [getattr(getattr(expert, linear), kind, None) for expert in local]
-    else:
-        owner = getattr(module, linear, None)
-        whole = getattr(owner, kind, None)
-        if isinstance(whole, Tensor) and whole.numel():
-            return [whole]
-        held = []
-        while isinstance(getattr(owner, f"{kind}{len(held)}", None), Tensor):
-            held.append(getattr(owner, f"{kind}{len(held)}"))
-    present = [p for p in held if isinstance(p, Tensor) and p.numel()]
-    if len(present) not in (0, len(held)) or (kind == "weight" and not present):
-        rule = f"have a {kind} of {linear} for each expert"
-        raise TypeError(must("module", rule, f"{len(present)} of {len(held)}"))
-    shapes = {tuple(p.shape) for p in present}
-    if len(shapes) > 1:
-        rule = f"have one shape for the {kind} of {linear} of every expert"
-        raise ValueError(must("module", rule, sorted(shapes)))
-    return present
+def _backward_ids(offsets: Tensor, rows: Tensor) -> Tensor:
+    """Return each row's place in weights that are stacked last to first; -1 for rows of none."""
+    indices = torch.arange(rows.shape[0], device=rows.device)
+    ids = torch.searchsorted(offsets[1:].contiguous(), indices, right=True)
+    return offsets.shape[0] - 2 - ids

@@ -7,6 +7,19 @@ import torch
 from torch import Tensor
 
 
+def in_memory_order(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parameters last to first where only so they are a view; as they are otherwise.
+
+    Megatron-LM's buffers of parameters and gradients begin with the last one.
+
+    Determinism: exact.
+    """
+    backwards = list(reversed(parameters))
+    if stacked_view(parameters) is None and stacked_view(backwards) is not None:
+        return backwards
+    return list(parameters)
+
+
 def repoint(parameters: Sequence[Tensor]) -> None:
     """Move parameters of one shape into one buffer; each stays the same object, with its values.
 
@@ -66,9 +79,12 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, view: Tensor, *parameters: Tensor) -> Tensor:
         # Saved for their versions alone: the view has that of the first.
         ctx.save_for_backward(*parameters)
+        # No gradient (it is in a buffer, or comes later) is no gradient of zeros.
+        ctx.set_materialize_grads(False)
         return view.view_as(view)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors  # raises where one was written to since
-        return (None, *grads[0].unbind(0))
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        parameters = ctx.saved_tensors  # raises where one was written to since
+        (grad,) = grads
+        return (None, *(grad.unbind(0) if grad is not None else [None] * len(parameters)))

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Imported once, before the ranks are forked.
+_PRELOADED = ["samebits.parallel", "torch._dynamo", "torch.distributed.checkpoint"]
 PATIENCE = 60.0
 Program = Callable[..., Any]
 
@@ -22,8 +24,7 @@ class Processes:
 
     def __init__(self, size: int, *, timeout: float = PATIENCE) -> None:
         context = multiprocessing.get_context("forkserver")
-        # One import of torch serves every rank.
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "samebits.parallel"])
+        context.set_forkserver_preload(_PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self.timeout, self.pipes, self.processes = timeout, [], []

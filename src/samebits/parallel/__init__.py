@@ -10,3 +10,5 @@ from samebits.parallel.layer import parallel_experts as parallel_experts
 from samebits.parallel.ranks import Capacity as Capacity
 from samebits.parallel.ranks import Ranks as Ranks
 from samebits.parallel.ranks import expert_bounds as expert_bounds
+from samebits.parallel.style import ExpertParallel as ExpertParallel
+from samebits.parallel.style import ParallelExperts as ParallelExperts

@@ -61,7 +61,7 @@ def warmup(problem: Problem, tokens: Iterable[int], *, backend: str = "auto") ->
             call = _call(problem, count, ids)
             out, z = module.forward(problem, call, save=problem.grad)
             if problem.grad:
-                module.backward(problem, call, z, out, _wanted(call))
+                module.backward(problem, call, z, out, _wanted(call), {})
 
 
 def _call(problem: Problem, tokens: int, ids: torch.dtype) -> Call:

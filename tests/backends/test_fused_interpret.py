@@ -1,6 +1,8 @@
 """The fused backend's launches in the interpreter: output and every gradient within the budget."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from samebits.problem import Problem, ProbPlacement
 from samebits.testing.cases import CASES
 from samebits.testing.inputs import Inputs, judge_all, make_inputs
 from samebits.testing.numerics import assert_bitwise_equal
+from samebits.weight_gradients import Buffer
 
 pytestmark = [
     pytest.mark.interpret,
@@ -42,11 +45,16 @@ def _call(inputs: Inputs) -> Call:
     )  # fmt: skip
 
 
-def _results(problem: Problem, inputs: Inputs, wanted: frozenset[str]) -> dict[str, Tensor]:
+def _results(
+    problem: Problem,
+    inputs: Inputs,
+    wanted: frozenset[str],
+    into: Mapping[str, Buffer] = MappingProxyType({}),
+) -> dict[str, Tensor]:
     call = _call(inputs)
     out, z = FUSED.forward(problem, call, save=True)
     asked = tuple(name in wanted for name in DIFFERENTIABLE)
-    grads = FUSED.backward(problem, call, z, inputs.dout, asked)._asdict()
+    grads = FUSED.backward(problem, call, z, inputs.dout, asked, into)._asdict()
     return {"out": out} | {f"d_{n}": g for n, g in grads.items() if g is not None}
 
 
@@ -121,3 +129,31 @@ def test_an_expert_without_rows_and_no_token_at_all_give_exact_zeros() -> None:
         for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
             grad = results[f"d_{name}"][idle]
             assert_bitwise_equal(grad, torch.zeros_like(grad), name)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_are_written_or_added_to_buffers_in_any_storage(accumulate: bool) -> None:
+    problem = replace(CASES["gpt-oss-whole"], H=24, F=20, E=3, dtype="fp16", grad=True)
+    problem = replace(problem, gate_up_bias="fp16", down_bias="fp16", out_dtype=None)
+    inputs = make_inputs(problem, 5)
+    whole = _results(problem, inputs, _wanted(inputs))
+    into = {}
+    for name, tensor in inputs.weights.named_tensors().items():
+        # Parts of a larger buffer, from an odd address on; matrices transposed.
+        size = tensor[0].numel() + 3
+        memory = torch.full((tensor.shape[0] * size + 1,), 0.0 if accumulate else torch.nan)
+        parts = memory[1:].view(-1, size)[:, : tensor[0].numel()]
+        shape = tensor.shape[1:]
+        view = parts.unflatten(1, shape[::-1])
+        into[name] = Buffer(view.transpose(1, 2) if len(shape) == 2 else view, accumulate)
+
+    results = [_results(problem, inputs, _wanted(inputs), into) for _ in range(2)]
+
+    for each in results:
+        assert each.keys() == {"out", "d_x", "d_topk_probs"}
+        assert_bitwise_equal(each["d_x"], whole["d_x"])
+    for name, buffer in into.items():
+        # Twice a sum is exact; rounded, it is what comes without a buffer.
+        once = buffer.tensor / 2 if accumulate else buffer.tensor
+        assert_bitwise_equal(once.half() + 0.0, whole[f"d_{name}"] + 0.0, name)
+        assert (once != once.half()).any(), name

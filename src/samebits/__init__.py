@@ -6,6 +6,10 @@ from samebits.backends import explain as explain
 from samebits.errors import UnsupportedError as UnsupportedError
 from samebits.experts import experts as experts
 from samebits.experts import grouped_experts as grouped_experts
+from samebits.formats import QuantizedWeights as QuantizedWeights
+from samebits.formats import WeightFormat as WeightFormat
+from samebits.formats import dequantize as dequantize
+from samebits.formats import quantize as quantize
 from samebits.integrations.configs import from_hf_config as from_hf_config
 from samebits.integrations.configs import from_megatron_args as from_megatron_args
 from samebits.problem import Problem as Problem

@@ -8,5 +8,6 @@ from samebits.nn.losses import load_balancing_loss as load_balancing_loss
 from samebits.nn.losses import router_z_loss as router_z_loss
 from samebits.nn.moe import MoE as MoE
 from samebits.nn.moe import MoEOutput as MoEOutput
+from samebits.nn.quantized import QuantizedExperts as QuantizedExperts
 from samebits.nn.router import Router as Router
 from samebits.nn.router import RouterOutput as RouterOutput

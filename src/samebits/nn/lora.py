@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from samebits.arguments import require_int, require_number, require_type
 from samebits.errors import UnsupportedError, must
 from samebits.experts import experts
+from samebits.formats.matrix import QuantizedMatrix
+from samebits.formats.weights import QuantizedWeights, dequantize
 from samebits.nn.experts import Experts
+from samebits.nn.quantized import QuantizedExperts
 from samebits.routing import Routing
 from samebits.weights import ExpertWeights, merge_gate_up
 
@@ -37,7 +40,7 @@ class LoRAExperts(nn.Module):
     A fresh adapter has ``b = 0`` and changes no bit. Biases and norms are the base's.
 
     Args:
-        base: The experts; their parameters are frozen.
+        base: The experts, quantised ones too; their parameters are frozen.
         gate_up_rank: r of the first projection; 0 leaves it as it is.
         down_rank: r of the second projection; 0 leaves it as it is.
         scaling: s, usually alpha / r; finite, > 0.
@@ -51,7 +54,7 @@ class LoRAExperts(nn.Module):
 
     def __init__(
         self,
-        base: Experts,
+        base: Experts | QuantizedExperts,
         *,
         gate_up_rank: int,
         down_rank: int,
@@ -60,7 +63,8 @@ class LoRAExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        require_type("base", base, Experts)
+        if not isinstance(base, QuantizedExperts):
+            require_type("base", base, Experts)
         require_int("gate_up_rank", gate_up_rank, minimum=0)
         require_int("down_rank", down_rank, minimum=0)
         if not gate_up_rank + down_rank:
@@ -70,9 +74,11 @@ class LoRAExperts(nn.Module):
         self.base = base.requires_grad_(False)
         held = base.weights
         number = 1 if shared else base.num_experts
-        dtype = held.down.dtype if dtype is None else dtype
+        dtype = held.dtype if dtype is None else dtype
 
-        def pair(weight: Tensor, rank: int) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+        def pair(
+            weight: Tensor | QuantizedMatrix, rank: int
+        ) -> tuple[nn.Parameter | None, nn.Parameter | None]:
             if not rank:
                 return None, None
             _, rows, columns = weight.shape
@@ -100,7 +106,8 @@ class LoRAExperts(nn.Module):
     @property
     def weights(self) -> ExpertWeights:
         """The merged parameters, differentiable in the adapters."""
-        held = self.base.weights
+        stored = self.base.weights
+        held = dequantize(stored) if isinstance(stored, QuantizedWeights) else stored
         tensors = held.named_tensors()
         tensors["gate_up"] = self._merged(held.gate_up, self.gate_up_a, self.gate_up_b)
         tensors["down"] = self._merged(held.down, self.down_a, self.down_b)
@@ -144,8 +151,16 @@ class LoRAExperts(nn.Module):
     def merge(self) -> Experts:
         """Copy the merged parameters into the base, in place, set ``b`` to 0, and return the base.
 
+        Raises:
+            UnsupportedError: The base is quantised: its numbers are too far apart for the adapters.
+
         Determinism: exact; the base then has the bits that this module had.
         """
+        if isinstance(self.base, QuantizedExperts):
+            raise UnsupportedError(
+                f"adapters cannot be merged into {self.base.format} without changing bits; "
+                "hint: LoRAExperts.weights are the merged parameters, unquantised"
+            )
         self.base.load_weights(self.weights)
         for b in (self.gate_up_b, self.down_b):
             if b is not None:
@@ -154,7 +169,12 @@ class LoRAExperts(nn.Module):
 
     @classmethod
     def from_peft(
-        cls, base: Experts, tensors: Mapping[str, Tensor], prefix: str, *, scaling: float
+        cls,
+        base: Experts | QuantizedExperts,
+        tensors: Mapping[str, Tensor],
+        prefix: str,
+        *,
+        scaling: float,
     ) -> "LoRAExperts":
         """Return adapters with the weights that PEFT saved for an expert's linear layers.
 
@@ -232,7 +252,7 @@ def _peft_tensors(
     }
 
 
-def _joined(found: Mapping[str, Tensor], base: Experts) -> tuple[Tensor, Tensor]:
+def _joined(found: Mapping[str, Tensor], base: Experts | QuantizedExperts) -> tuple[Tensor, Tensor]:
     """Return A and B of gate and up as one: each part's rows use the part's own rank."""
     gate, up = found["gate_proj.B"], found["up_proj.B"]
     zeros = (

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from samebits.backends import passes
 from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
 from samebits.ops.permute.tuning import Metadata
 from samebits.problem import Problem, ProbPlacement
@@ -23,8 +24,12 @@ def backward(
     dout: Tensor,
     wanted: tuple[bool, ...],
     into: Mapping[str, Buffer],
+    *,
+    spend: bool = False,
 ) -> Gradients:
     """Return the wanted gradients from ``z``; recomputes h.
+
+    ``spend``: z is not needed again, its memory may be given back before the end.
 
     Determinism: repeatable; rows ascend in every sum over rows; dx is independent of T and of the
     other rows.
@@ -71,6 +76,8 @@ def backward(
             want_h="down" in want,
             want_partial=want_partial,
         )
+    if spend:
+        passes.spend(z)
     products = _Products(problem, call, metadata, want, into)
     grads = products.of_second(dy, h, None if on_input else probs)
     # Their memory serves the next products.

@@ -1,5 +1,6 @@
 """A layer for autograd: its operators tied together, its gradients brought to where they go."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,12 +8,13 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from samebits.arguments import require_type
-from samebits.backends import operator  # noqa: F401  its operators are defined on import
+from samebits.backends import operator
 from samebits.backends.call import DIFFERENTIABLE, INPUTS, PARAMETERS, Call
 from samebits.backends.options import Options
 from samebits.errors import UnsupportedError
 from samebits.weight_gradients import Destination
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 # What the operators take: tensors, the options' text, N and the first expert held here.
 _OPERANDS = INPUTS + 3
 
@@ -23,9 +25,20 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         out: Tensor
-        out, z = torch.ops.samebits.experts_forward(*arguments[:_OPERANDS], True)
+        text, num_experts, expert_start = options = arguments[INPUTS:_OPERANDS]
+        ctx.direct = _direct(arguments[:INPUTS])
+        if ctx.direct:
+            call = Call(*arguments[:INPUTS])
+            out, z = operator.compute(
+                call, Options.parse(text), num_experts, expert_start, save=True
+            )
+            # What a hook of the caller's keeps is his: it may be z itself.
+            ctx.kept = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        else:
+            out, z = torch.ops.samebits.experts_forward(*arguments[:_OPERANDS], True)
+            ctx.kept = True
         ctx.save_for_backward(*arguments[:INPUTS], z)
-        ctx.options, ctx.destination = arguments[INPUTS:_OPERANDS], arguments[_OPERANDS]
+        ctx.options, ctx.destination = options, arguments[_OPERANDS]
         return out
 
     @staticmethod
@@ -35,18 +48,36 @@ class _Experts(torch.autograd.Function):
                 "a layer has no second derivatives; hint: call backward without create_graph"
             )
         *tensors, z = ctx.saved_tensors
+        if ctx.direct and z.numel() and not z.untyped_storage().nbytes():
+            raise RuntimeError(
+                "a backward that failed gave back what this one needs; hint: run the forward again"
+            )
         # Inputs are in the order of Call; ids, the count and scales have no gradient.
         places = [Call._fields.index(name) for name in DIFFERENTIABLE]
         wanted = [ctx.needs_input_grad[i] for i in places]
         arguments = (*tensors, z, douts[0], *ctx.options)
         result: list[Tensor | None] = [None] * (_OPERANDS + 1)
-        if ctx.destination is None:
+        grads: Sequence[Tensor | None]
+        if ctx.destination is None and ctx.direct and _direct(arguments[: INPUTS + 2]):
+            again = torch._C._autograd._get_current_graph_task_keep_graph()
+            spend = not (ctx.kept or again)
+            grads = operator.compute_backward((*arguments, wanted), {}, spend=spend)
+        elif ctx.destination is None:
             grads = torch.ops.samebits.experts_backward(*arguments, wanted)
         else:
             grads = _delivered(ctx.destination, arguments, wanted)
         for place, want, grad in zip(places, wanted, grads, strict=True):
             result[place] = grad if want else None
         return tuple(result)
+
+
+def _direct(tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether nothing has to see an operator: no compiler, no mode, no kind of tensor."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and all(t is None or type(t) in _PLAIN for t in tensors)
+    )
 
 
 def _delivered(

@@ -153,10 +153,14 @@ def backward(
     dout: Tensor,
     wanted: tuple[bool, ...],
     into: Mapping[str, Buffer],
+    *,
+    spend: bool = False,
 ) -> Gradients:
     """Return the wanted gradients from ``z``; recomputes h.
+
+    ``spend``: z is not needed again, its memory may be given back before the end.
 
     Determinism: repeatable; rows ascend in every sum over rows; dx is independent of T and of the
     other rows.
     """
-    return device_gradients.backward(problem, call, z, dout, wanted, into)
+    return device_gradients.backward(problem, call, z, dout, wanted, into, spend=spend)

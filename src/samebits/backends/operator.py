@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samebits import env
 from samebits.autograd import laid_out
-from samebits.backends import choose
+from samebits.backends import choose, passes
 from samebits.backends.call import DIFFERENTIABLE, INPUTS, PARAMETERS, Call, Gradients
 from samebits.backends.options import Options
 from samebits.errors import must
@@ -154,9 +154,19 @@ def compute(
     Determinism: the chosen backend's.
     """
     check_ids(call, num_experts)
-    problem = problem_of(options, call, num_experts, expert_start, grad=save)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        problem = problem_of(options, call, num_experts, expert_start, grad=save)
+        found: tuple[Tensor, Tensor]
+        found = choose(options.backend, problem).forward(problem, call, save=save)
+        return found
+
     with outside_autocast(call.x.device), on_device(call.x.device):
-        out, z = choose(options.backend, problem).forward(problem, call, save=save)
+        if save:
+            about = ("forward", options, num_experts, expert_start)
+            out, z = passes.repeated(about, call[:INPUTS], forward)
+        else:
+            out, z = forward()
     if call.out is None or out is call.out:
         return out, z
     return call.out.copy_(out), z
@@ -191,25 +201,45 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, call.x.new_empty(rows, call.gate_up.shape[1])
 
 
-def _compute_backward(arguments: tuple[Any, ...], into: dict[str, Buffer]) -> tuple[Tensor, ...]:
-    """Return the gradients of the chosen backend, empty where not wanted or stored in ``into``."""
+def compute_backward(
+    arguments: tuple[Any, ...], into: dict[str, Buffer], *, spend: bool = False
+) -> tuple[Tensor, ...]:
+    """Return the gradients of the chosen backend, empty where not wanted or stored in ``into``.
+
+    Args:
+        arguments: Those of ``samebits::experts_backward``.
+        into: Where gradients of parameters are stored.
+        spend: z is not needed again: its memory may be given back as soon as it was read.
+
+    Determinism: the chosen backend's.
+    """
     call = Call(*arguments[:INPUTS])
     z, dout, text, num_experts, expert_start, wanted = arguments[INPUTS:]
-    options = Options.parse(text)
-    problem = problem_of(options, call, num_experts, expert_start, grad=True)
-    module = choose(options.backend, problem)
+
+    def backward() -> Gradients:
+        options = Options.parse(text)
+        problem = problem_of(options, call, num_experts, expert_start, grad=True)
+        module = choose(options.backend, problem)
+        grads: Gradients
+        grads = module.backward(problem, call, z, dout, tuple(wanted), into, spend=spend)
+        return grads
+
+    about = ("backward", text, num_experts, expert_start, *wanted, spend)
+    places = tuple((name, buffer.accumulate) for name, buffer in into.items())
+    tensors = (*call[:INPUTS], z, dout, *(buffer.tensor for buffer in into.values()))
     with outside_autocast(call.x.device), on_device(call.x.device):
-        grads: Gradients = module.backward(problem, call, z, dout, tuple(wanted), into)
-    tensors = [getattr(call, name) for name in DIFFERENTIABLE]
+        grads = passes.repeated(
+            (*about, places), tensors, backward, spent=INPUTS if spend else None
+        )
     return tuple(
-        call.x.new_empty(0) if g is None else laid_out(g, t)
-        for g, t in zip(grads, tensors, strict=True)
+        call.x.new_empty(0) if g is None else laid_out(g, getattr(call, name))
+        for g, name in zip(grads, DIFFERENTIABLE, strict=True)
     )
 
 
 @torch.library.impl("samebits::experts_backward", "CompositeExplicitAutograd")
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
-    return _compute_backward(arguments, {})
+    return compute_backward(arguments, {})
 
 
 @torch.library.impl("samebits::experts_backward_into", "CompositeExplicitAutograd")
@@ -218,7 +248,7 @@ def _backward_into(buffers: list[Tensor], *arguments: Any) -> tuple[Tensor, Tens
     *others, wanted, accumulate = arguments
     names = [n for n, want in zip(DIFFERENTIABLE, wanted, strict=True) if want and n in PARAMETERS]
     into = map(Buffer, buffers, accumulate)
-    dx, dprobs, *_ = _compute_backward((*others, wanted), dict(zip(names, into, strict=True)))
+    dx, dprobs, *_ = compute_backward((*others, wanted), dict(zip(names, into, strict=True)))
     return dx, dprobs
 
 

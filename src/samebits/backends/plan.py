@@ -5,7 +5,7 @@ for itself: the last becomes one workspace. Everything else about a launch is ke
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class _Place(NamedTuple):
     offset: int
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """One launch, ready but for its stream and addresses; see ``direct.Start``."""
 
     function: Callable[..., Any]
@@ -35,11 +35,33 @@ class _Step(NamedTuple):
     # Descriptors by address, with the place of what they describe.
     descriptors: tuple[tuple[_Place, Mapping[int, Any]], ...]
 
+    def start(self, addresses: Sequence[int], stream: int) -> None:
+        """Launch with its pointers at ``addresses``, by source.
+
+        Determinism: the recorded kernel.
+        """
+        arguments = list(self.arguments)
+        for argument, source, offset in self.pointers:
+            arguments[argument] = addresses[source] + offset
+        for (argument, source, offset), made in self.descriptors:
+            arguments[argument] = made[addresses[source] + offset]
+        if self.whole:
+            self.function(*self.before, stream, *self.after, arguments)
+        else:
+            self.function(*self.before, stream, *self.after, *arguments)
+
+
+class Finder(Protocol):
+    """Who knows where the tensors of a recorded call lie."""
+
+    def find(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Return (source, offset), or None where two tensors of the call could be meant."""
+
 
 class Plan(NamedTuple):
     """The launches of one kind of call."""
 
-    steps: tuple[_Step, ...]
+    steps: tuple[Step, ...]
     # Bytes that the call takes for itself.
     workspace: int
     out_dtype: torch.dtype
@@ -63,16 +85,8 @@ class Plan(NamedTuple):
             addresses.append(0)
         addresses.append(out.data_ptr())
         stream = self.stream_of(x.get_device())
-        for function, before, after, whole, template, pointers, descriptors in self.steps:
-            arguments = list(template)
-            for argument, source, offset in pointers:
-                arguments[argument] = addresses[source] + offset
-            for (argument, source, offset), made in descriptors:
-                arguments[argument] = made[addresses[source] + offset]
-            if whole:
-                function(*before, stream, *after, arguments)
-            else:
-                function(*before, stream, *after, *arguments)
+        for step in self.steps:
+            step.start(addresses, stream)
         return out
 
 
@@ -95,16 +109,16 @@ def plan_of(
     if given is not None and out is not given:
         return None
     finder = _Finder(tensors, out)
-    steps = [_step(finder, *launch) for launch in launches]
+    steps = [step_of(finder, *launch) for launch in launches]
     known = tuple(step for step in steps if step is not None)
     if len(known) < len(steps):
         return None
     return Plan(known, finder.workspace, out.dtype, *device_queries())
 
 
-def _step(
-    finder: "_Finder", compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]
-) -> _Step | None:
+def step_of(
+    finder: Finder, compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]
+) -> Step | None:
     """Return one launch with its pointers found; None where one could mean two tensors."""
     from samebits.ops._triton.direct import start_of
 
@@ -129,7 +143,7 @@ def _step(
         else:
             pointers.append(place)
     moved = tuple(pointers), tuple(descriptors)
-    return _Step(function, before, after, whole, tuple(template), *moved)
+    return Step(function, before, after, whole, tuple(template), *moved)
 
 
 class _Finder:

@@ -63,6 +63,8 @@ def backward(
     dout: Tensor,
     wanted: tuple[bool, ...],
     into: Mapping[str, Buffer],
+    *,
+    spend: bool = False,
 ) -> Gradients:
     """Return the wanted gradients by autograd through ``compute``, which runs again.
 

@@ -85,7 +85,7 @@ def key_of(request: Request) -> Key | None:
         return None
     if not (out_dtype is None or type(out_dtype) is torch.dtype):
         return None
-    if weights.norm is not None or _watched():
+    if weights.norm is not None or watched():
         return None
     traits = _traits((*request.tensors, out))
     if traits is None:
@@ -111,7 +111,7 @@ def _traits(tensors: tuple[Tensor | None, ...]) -> list[Any] | None:
     return traits
 
 
-def _watched() -> bool:
+def watched() -> bool:
     """Return whether something watches or changes the operators of this thread."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
@@ -154,20 +154,25 @@ def forget() -> None:
     _PLANS.clear()
 
 
-class _Watch(TorchDispatchMode):
-    """See whether a call does anything but allocate, view and launch."""
+class Watch(TorchDispatchMode):
+    """See whether a call does anything but allocate, view and launch; hear of allocations."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocated: Callable[[Tensor], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.allocated = allocated
         self.others: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if name not in ALLOCATIONS and not func.is_view:
+        result = func(*args, **(kwargs or {}))
+        if name in ALLOCATIONS:
+            if self.allocated is not None:
+                self.allocated(result)
+        elif not func.is_view:
             self.others.append(name)
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 def record(key: Key, request: Request, function: Callable[[], Tensor]) -> Tensor:
@@ -178,7 +183,7 @@ def record(key: Key, request: Request, function: Callable[[], Tensor]) -> Tensor
     # Imported here: the operator must not need Triton.
     from samebits.ops._triton.launch import recorded_launches
 
-    with _Watch() as watch, recorded_launches() as made:
+    with Watch() as watch, recorded_launches() as made:
         out = function()
     if len(_PLANS) >= MOST_PLANS:
         forget()

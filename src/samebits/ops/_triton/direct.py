@@ -73,7 +73,7 @@ def start_of(compiled: Any, grid: tuple[int, ...], described: Mapping[int, Any])
         function, after, whole, metas = entry
         found = {
             index: (
-                Descriptors(partial(_encoded, like, metas[index])),
+                Descriptors(partial(_encoded, _Described(0, like), metas[index])),
                 (*like.shape, *like.strides),
             )
             for index, like in described.items()
@@ -82,7 +82,7 @@ def start_of(compiled: Any, grid: tuple[int, ...], described: Mapping[int, Any])
     # As a JIT function calls the launcher (Triton 3.4 to 3.9); without the hooks of profilers.
     after = (compiled.function, compiled.packed_metadata, None, None, None)
     plain = {
-        index: (Descriptors(partial(_Described, like=like)), ())
+        index: (Descriptors(partial(_Described, like=_Described(0, like))), ())
         for index, like in described.items()
     }
     return Start(compiled.run, before, after, False, plain)

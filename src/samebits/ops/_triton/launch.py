@@ -27,16 +27,24 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+def _whole(launch: Launch) -> Launch:
+    return launch
+
+
 def device_queries() -> tuple[Callable[[int], int], Callable[[], int]]:
     """Return what says the current stream of a device, and the current device."""
     return driver.active.get_current_stream, driver.active.get_current_device
 
 
 class Record:
-    """The launches of recordable kernels, beside a count of all that Triton made meanwhile."""
+    """The launches of recordable kernels, beside a count of all that Triton made meanwhile.
 
-    def __init__(self) -> None:
-        self.launches: list[Launch] = []
+    ``keep`` says what is kept of a launch.
+    """
+
+    def __init__(self, keep: Callable[[Launch], Any]) -> None:
+        self.keep = keep
+        self.launches: list[Any] = []
         self.made = 0
 
     def count(self, _: Any) -> None:
@@ -53,9 +61,9 @@ _RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
 
 
 @contextmanager
-def recorded_launches() -> Iterator[Record]:
+def recorded_launches(keep: Callable[[Launch], Any] = _whole) -> Iterator[Record]:
     """Note every launch of a ``recordable`` kernel in this context."""
-    record = Record()
+    record = Record(keep)
     token = _RECORD.set(record)
     knobs.runtime.launch_enter_hook.add(record.count)
     try:
@@ -117,7 +125,7 @@ class Recordable:
         if record is not None:
             rest = self.fn.arg_names[len(arguments) :]
             whole = (*arguments, *(constants[name] for name in rest))
-            record.launches.append(Launch(compiled, grid, whole))
+            record.launches.append(record.keep(Launch(compiled, grid, whole)))
         return compiled
 
     def _compile(self, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:

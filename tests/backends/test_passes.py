@@ -1,0 +1,172 @@
+"""Repeated passes of a training step: which buffers they take, and when they give them back."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from samebits.backends import passes
+from samebits.ops._triton import launch
+from samebits.ops._triton.launch import Launch
+
+pytestmark = pytest.mark.interpret
+
+
+class _Kernel:
+    """A compiled kernel that notes how it is run."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.function, self.packed_metadata = "function", "metadata"
+
+    def run(self, *arguments: Any) -> None:
+        self.calls.append(arguments[9:])
+
+
+def _launch(kernel: _Kernel, *arguments: Any) -> None:
+    record = launch._RECORD.get()
+    if record is not None:
+        record.count(None)
+        record.launches.append(record.keep(Launch(kernel, (1,), arguments)))
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    active = SimpleNamespace(get_current_stream=lambda _: 7, get_current_device=lambda: -1)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _: True))
+    passes.forget()
+
+
+class _Backward:
+    """x, z -> (a gradient, None, an empty one) by three kernels and two buffers of its own."""
+
+    def __init__(self, *, spend: bool = False) -> None:
+        self.kernels = [_Kernel() for _ in range(3)]
+        self.spend, self.runs = spend, 0
+
+    def __call__(self, x: Tensor, z: Tensor) -> tuple[Tensor | None, ...]:
+        self.runs += 1
+        first, second, third = self.kernels
+        dz = torch.empty_like(z)
+        described = TensorDescriptor(z, [4, 8], [8, 1], [2, 8])
+        _launch(first, x, described, dz, 1.5)
+        if self.spend:
+            passes.spend(z)
+        rows = x.new_empty(16)
+        _launch(second, dz, rows[4:])
+        del dz
+        grad = torch.empty_like(x)
+        _launch(third, rows, grad)
+        return grad, None, x.new_empty(0)
+
+    def step(self, x: Tensor, z: Tensor) -> tuple[Tensor | None, ...]:
+        spent = 1 if self.spend else None
+        return passes.repeated(("backward",), (x, z), lambda: self(x, z), spent=spent)
+
+
+def _inputs() -> tuple[Tensor, Tensor]:
+    return torch.zeros(4, 8), torch.zeros(4, 8)
+
+
+def test_the_third_of_a_kind_is_launches_alone() -> None:
+    backward = _Backward()
+    kept = [_inputs() for _ in range(3)]
+    results = [backward.step(*tensors) for tensors in kept]
+
+    assert backward.runs == 2
+    (known,) = passes.passes()
+    assert known is not None
+    assert [len(kernel.calls) for kernel in backward.kernels] == [1, 1, 1]
+    x, described, dz, scalar = backward.kernels[0].calls[0]
+    assert (x, scalar) == (kept[2][0].data_ptr(), 1.5)
+    assert described.base.data_ptr() == kept[2][1].data_ptr()
+    read, inside = backward.kernels[1].calls[0]
+    rows, written = backward.kernels[2].calls[0]
+    assert (read, inside) == (dz, rows + 16)
+    grad, nothing, empty = results[2]
+    assert grad is not None
+    assert empty is not None
+    assert written == grad.data_ptr()
+    assert (grad.shape, nothing, empty.shape) == ((4, 8), None, (0,))
+
+
+def test_a_buffer_lives_from_its_first_launch_to_its_last() -> None:
+    backward = _Backward()
+    for _ in range(2):
+        backward.step(*_inputs())
+    (known,) = passes.passes()
+
+    assert known is not None
+    assert [(taken, dropped) for _, taken, dropped in known.steps] == [
+        ((0,), ()), ((1,), (0,)), ((2,), (1,)),
+    ]  # fmt: skip
+    # Nothing of the recorded pass lives on.
+    assert not any(isinstance(a, Tensor) for step, *_ in known.steps for a in step.arguments)
+
+
+def test_what_is_spent_is_given_back_after_its_last_use() -> None:
+    backward = _Backward(spend=True)
+    kept = [_inputs() for _ in range(3)]
+    for tensors in kept:
+        backward.step(*tensors)
+
+    assert backward.runs == 2
+    assert [z.untyped_storage().nbytes() for _, z in kept] == [0, 0, 0]
+    (known,) = passes.passes()
+    assert known is not None
+    assert known.last == (0, 0)
+
+
+def test_memory_that_was_given_back_and_taken_again_is_no_input() -> None:
+    x, z = _inputs()
+    recorder = passes.Recorder((x, z))
+    # What an allocator does once z was spent.
+    recorder.allocated(z.view(32))
+
+    recorder.launched(Launch(_Kernel(), (1,), (x, z)))
+
+    assert recorder.find(x) == (0, 0)
+    assert recorder.find(z) == (2, 0)
+
+
+def test_what_cannot_be_repeated_takes_the_long_way() -> None:
+    x, z = _inputs()
+    runs: list[int] = []
+
+    def copies() -> tuple[Tensor, ...]:
+        runs.append(1)
+        return (x.clone(),)
+
+    def returns_an_input() -> tuple[Tensor, ...]:
+        runs.append(2)
+        return (z,)
+
+    for _ in range(4):
+        passes.repeated(("copies",), (x, z), copies)
+        passes.repeated(("input",), (x, z), returns_an_input)
+
+    assert runs == [1, 2] * 4
+    assert passes.passes() == [None, None]
+    assert passes.key_of((), (x[:0],)) is None
+    assert passes.key_of((), (torch.nn.Buffer(x),)) is not None
+
+
+def test_what_decides_is_in_the_key() -> None:
+    x, z = _inputs()
+    wide = torch.zeros(4, 9)
+    keys = [
+        passes.key_of(("a",), (x, z)),
+        passes.key_of(("b",), (x, z)),
+        passes.key_of(("a",), (x, None)),
+        passes.key_of(("a",), (x, wide[:, :8])),
+        passes.key_of(("a",), (x, z.double())),
+        passes.key_of(("a",), (x, torch.zeros(33)[1:].view(4, 8))),
+    ]
+
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+    assert passes.key_of(("a",), _inputs()) == keys[0]

@@ -231,7 +231,7 @@ def gradients_that_exist(case: Case) -> list[str]:
     return sorted(over_ranks(case, given, ranks_of(case, _world(), device)).keys() - {"out"})
 
 
-def soak(seed: int, count: int, place: str = "cpu") -> list[str]:
+def soak(seed: int, count: int, place: str = "cpu", backend: str = "grouped") -> list[str]:
     """Return what differs from the one-rank run in random cases."""
     size = dist.get_world_size()
     chooser = random.Random(seed)
@@ -253,16 +253,19 @@ def soak(seed: int, count: int, place: str = "cpu") -> list[str]:
                 placement=chooser.choice(list(ProbPlacement)),
                 capacity=chooser.choice([None, max(1, max(tokens) * topk)]),
                 ids=chooser.choice(["random", "random", chooser.randrange(bounds[-1])]),
+                backend=backend,
             )
         )
     return same_bits(cases, place)
 
 
-def overflow(place: str = "cpu") -> list[str]:
+def overflow(place: str = "cpu", backend: str = "grouped") -> list[str]:
     """Return what is wrong where slots do not fit: NaN in their tokens, an error on every rank."""
     size = dist.get_world_size()
     tokens = (6,) + (1,) * (size - 1)
-    case = Case(tokens=tokens, bounds=(0,) + (4,) * size, topk=1, ids=0, capacity=3)
+    case = Case(
+        tokens=tokens, bounds=(0,) + (4,) * size, topk=1, ids=0, capacity=3, backend=backend
+    )
     device = torch.device(place)
     given, wrong = draw(case, device), []
     ranks = ranks_of(case, _world(), device)

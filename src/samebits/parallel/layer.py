@@ -146,8 +146,7 @@ class _Layer:
 
     def _probs_there(self, call: Call) -> Tensor:
         """Return the probability of each arrival; a collective."""
-        rows = permute(call.topk_probs.reshape(-1, 1), self.route.inverse, 1)
-        return self.route.go(rows)[:, 0]
+        return self.route.go(take(call.topk_probs.reshape(-1), self.route.slots, 0.0))
 
     def forward(self, call: Call, *, save: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(out, arrivals, z)``; a collective."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samebits.errors import must
-from samebits.ops.permute import sort_slots
+from samebits.ops.permute import Metadata, sort_slots
 from samebits.parallel.ranks import Ranks
 
 
@@ -24,7 +24,9 @@ class Route:
     """Where rows go. R = T * K rows leave a rank, A rows arrive."""
 
     ranks: Ranks
-    # (R,) int32, slot -> row; R for a dropped slot.
+    # (R,) int32, row -> slot, R in the tail of rows that do not exist; and slot -> row, R for a
+    # dropped slot.
+    slots: Tensor
     inverse: Tensor
     topk: int
     # (A,) int64, the expert of each arrival, counted from the first one here; E for no row.
@@ -83,17 +85,14 @@ def route_of(
     Determinism: exact integers.
     """
     metadata = sort_slots(topk_ids, ranks.num_experts, num_valid_tokens=num_valid_tokens)
-    offsets = metadata.offsets.long()
     if ranks.capacity is not None:
-        return _fixed(ranks, metadata.inverse, topk_ids, offsets, wishes)
-    return _exact(ranks, metadata.inverse, topk_ids, offsets, (wishes, agreement))
+        return _fixed(ranks, metadata, topk_ids.shape[1], wishes)
+    return _exact(ranks, metadata, topk_ids.shape[1], wishes, agreement)
 
 
-def _exact(
-    ranks: Ranks, inverse: Tensor, topk_ids: Tensor, offsets: Tensor, header: tuple[int, str]
-) -> Route:
+def _exact(ranks: Ranks, metadata: Metadata, topk: int, wishes: int, agreement: str) -> Route:
     """Return a route with as many rows as there are; waits for the device once."""
-    wishes, agreement = header
+    offsets = metadata.offsets.long()
     held, device = len(ranks.held), offsets.device
     mine = torch.tensor([wishes, zlib.crc32(agreement.encode())], device=device)
     counts = offsets.diff().split(ranks.counts)
@@ -111,7 +110,7 @@ def _exact(
     experts = torch.arange(held, device=device).repeat(ranks.size)
     ids = experts.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
     every = reduce(or_, wished)
-    return Route(ranks, inverse, topk_ids.shape[1], ids, every, sent, received)
+    return Route(ranks, metadata.slots, metadata.inverse, topk, ids, every, sent, received)
 
 
 @lru_cache(maxsize=64)
@@ -120,10 +119,12 @@ def _edges(bounds: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(bounds, device=device)
 
 
-def _fixed(ranks: Ranks, inverse: Tensor, topk_ids: Tensor, offsets: Tensor, wishes: int) -> Route:
+def _fixed(ranks: Ranks, metadata: Metadata, topk: int, wishes: int) -> Route:
     """Return a route through buffers of fixed size; nothing waits for the device."""
     assert ranks.capacity is not None
-    capacity, device, total = ranks.capacity.rows, offsets.device, topk_ids.numel()
+    slots, offsets, inverse, _ = metadata
+    offsets = offsets.long()
+    capacity, device, total = ranks.capacity.rows, offsets.device, inverse.shape[0]
     held = len(ranks.held)
     counts = _exchange(offsets.diff(), ranks.counts, [held] * ranks.size, ranks.group)
     counts = counts.view(ranks.size, held)
@@ -141,9 +142,7 @@ def _fixed(ranks: Ranks, inverse: Tensor, topk_ids: Tensor, offsets: Tensor, wis
     ranks.capacity.overflow.add_((exists & ~fits).sum())
     sizes = [capacity] * ranks.size
     places = torch.where(fits, to * capacity + inside, ranks.size * capacity)
-    return Route(
-        ranks, inverse, topk_ids.shape[1], ids.reshape(-1), wishes, sizes, sizes, places, rows
-    )
+    return Route(ranks, slots, inverse, topk, ids.reshape(-1), wishes, sizes, sizes, places, rows)
 
 
 def _check_agreement(hashes: list[int], rank: int, agreement: str) -> None:

@@ -28,36 +28,43 @@ from samebits.weights import ExpertWeights
 ACTIVATION = Activation()
 
 
-def rows(block_r, block_n, block_k, warps, stages, group=8):
+def rows(block_r, block_n, block_k, warps, stages, group=8, short=0):
     area = block_r * block_n
     programs = 132 if area >= 128 * 256 else 264 if area >= 64 * 128 else 528
     return Config(
         block_r=block_r, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages,
-        group=group, programs=programs,
+        group=group, programs=programs, short=short,
     )  # fmt: skip
 
 
-def streamed(block_r, block_n, block_k, warps, stages, swap):
+def streamed(block_r, block_n, block_k, warps, stages, swap, short=0):
     return Config(
         block_r=block_r, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages,
-        swap=swap, group=1, programs=1 << 20,
+        swap=swap, group=1, programs=1 << 20, short=short,
     )  # fmt: skip
 
 
 ROWS = [
     rows(128, 256, 64, 8, 3),
-    rows(128, 256, 64, 8, 3, 4),
     rows(128, 256, 64, 8, 3, 16),
     rows(128, 256, 64, 8, 4),
+    rows(128, 256, 64, 8, 4, 16),
     rows(128, 128, 64, 4, 4),
     rows(128, 128, 64, 8, 4),
     rows(64, 256, 64, 4, 4),
     rows(64, 256, 64, 8, 4),
-    rows(64, 256, 64, 8, 4, 16),
-    rows(64, 256, 64, 8, 3),
     rows(64, 128, 64, 4, 4),
-    rows(64, 128, 128, 4, 3),
-    rows(256, 128, 64, 8, 3),
+]
+# The last tile of an expert at half its size.
+SHORT = [
+    rows(128, 256, 64, 8, 3, short=64),
+    rows(128, 256, 64, 8, 3, 16, short=64),
+    rows(128, 256, 64, 8, 4, short=64),
+    rows(128, 256, 64, 8, 4, 16, short=64),
+    rows(128, 128, 64, 4, 4, short=64),
+    rows(128, 128, 64, 8, 4, short=64),
+    streamed(128, 256, 64, 8, 4, True, short=64),
+    streamed(128, 256, 64, 8, 4, True, short=32),
 ]
 SWAPPED = {
     16: [
@@ -72,7 +79,7 @@ SWAPPED = {
         (128, 64, 4, 4), (128, 64, 8, 5), (128, 128, 4, 3), (128, 128, 8, 4), (128, 128, 8, 3),
         (256, 64, 8, 4), (256, 64, 4, 4),
     ],
-    128: [(128, 64, 8, 4), (256, 64, 8, 3), (256, 64, 8, 4)],
+    128: [(256, 64, 8, 4)],
 }  # fmt: skip
 SMALL = [
     streamed(16, n, k, 4, stages, swap=False)
@@ -95,9 +102,8 @@ def candidates(rows_per_expert):
         return [*swapped[16], *swapped[32], *SMALL, *POINTED]
     if rows_per_expert <= 40:
         return [*swapped[32], *swapped[64]]
-    if rows_per_expert <= 200:
-        return [*swapped[32][2:], *swapped[64], *swapped[128], *ROWS]
-    return [*swapped[128], *ROWS]
+    few = swapped[64][-4:] if rows_per_expert <= 100 else []
+    return [*few, *swapped[128], *ROWS, *SHORT]
 
 
 class Case:
@@ -140,6 +146,7 @@ class Case:
 def short(c):
     form, path = "swap" if c.swap else "rows", "" if c.tma else " pointers"
     tile = f"{c.block_r}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages} g{c.group}"
+    tile += f" short {c.short}" if c.short else ""
     return f"{form} {tile}{path}"
 
 

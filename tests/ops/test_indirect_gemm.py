@@ -33,7 +33,9 @@ CONFIGS = {
     "swapped": Config(
         block_r=16, block_n=32, block_k=32, num_warps=4, num_stages=2, swap=True, programs=3
     ),
-    "rows": Config(block_r=16, block_n=64, block_k=16, num_warps=4, num_stages=2, programs=2),
+    "rows": Config(
+        block_r=32, block_n=64, block_k=16, num_warps=4, num_stages=2, programs=2, short=16
+    ),
     "pointers": Config(
         block_r=16, block_n=32, block_k=16, num_warps=4, num_stages=2, tma=False, programs=5
     ),
@@ -48,7 +50,8 @@ def test_projections_equal_the_reference(name: str, orientation: str, config: Co
     inputs = make_inputs(problem, 9, distribution="dropped")
     weights = inputs.weights.to_storage(orientation)
     permutation = Permutation.of(inputs.routing.topk_ids, problem.E)
-    slots, table = permutation.slots.int(), tiles(permutation.offsets.int(), 9 * problem.K, 16)
+    slots = permutation.slots.int()
+    table = tiles(permutation.offsets.int(), 9 * problem.K, config.block_r)
     probs = inputs.routing.topk_probs
     live = int(permutation.offsets[-1])
 
@@ -73,7 +76,7 @@ def test_a_bias_of_any_strides_is_read_by_its_strides() -> None:
     problem = replace(CASES["gpt-oss-whole"], grad=False)
     inputs = make_inputs(problem, 9)
     permutation = Permutation.of(inputs.routing.topk_ids, problem.E)
-    slots, table = permutation.slots.int(), tiles(permutation.offsets.int(), 9 * problem.K, 16)
+    slots, table = permutation.slots.int(), tiles(permutation.offsets.int(), 9 * problem.K, 32)
     strided = inputs.weights.map(lambda t: t if t.dim() == 3 else t.T.contiguous().T)
     assert not strided.down_bias.is_contiguous()
 

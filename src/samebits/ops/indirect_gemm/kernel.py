@@ -11,6 +11,7 @@ tiles × column blocks with the stride of the grid, row blocks that share a weig
 together (``GROUP``). One fp32 accumulator per output element, the contraction ascending, never
 split: every tile shape, operand order (``SWAP``: weights as the first operand, for few rows) and
 load path gives the same bits. Rows past a tile's end are loaded from row 0 and never stored.
+A tile of at most ``SHORT`` rows (the last of an expert) is computed with that many.
 """
 
 import triton
@@ -49,6 +50,81 @@ def split_parts(
         return tl.reshape(first, (BLOCK_R, BLOCK_F)), tl.reshape(second, (BLOCK_R, BLOCK_F))
 
 
+@triton.jit
+def _first_tile(
+    x_ptr, stride_xt, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
+    h_ptr, z_ptr, slots_ptr,
+    expert, first_row, end, block,
+    H, F, topk, values,
+    GATHER: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
+    INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
+    TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr, K_TAIL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute ``BLOCK_F`` columns of up to ``BLOCK_R`` rows from ``first_row`` on."""
+    # Columns that alternate in blocks which fit the tile come in one piece; others in two.
+    PAIRED: tl.constexpr = GATED and (INTERLEAVE == 0 or BLOCK_F % INTERLEAVE != 0)
+    PARTS: tl.constexpr = 2 if GATED else 1
+    BLOCK_N: tl.constexpr = PARTS * BLOCK_F
+    STEP: tl.constexpr = BLOCK_F if PAIRED else BLOCK_N
+    dtype = h_ptr.dtype.element_ty
+    bound = F if PAIRED else PARTS * F
+    span = INTERLEAVE if INTERLEAVE else F
+    rows = first_row + tl.arange(0, BLOCK_R)
+    live = rows < end
+    slots = tl.load(slots_ptr + rows, mask=live, other=0)
+    source = slots // topk if GATHER else tl.where(live, rows, 0)
+    a_ptrs = x_ptr + (source.to(tl.int64) * stride_xt)[:, None]
+
+    if SWAP and PAIRED and TMA:
+        acc = contract_halves(
+            a_ptrs, w, expert, block * STEP, F, H,
+            TRANSPOSED, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        acc = contract(
+            a_ptrs, w, stride_we, stride_wn, stride_wk, expert, block * STEP, bound, H, span,
+            PAIRED, TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+
+    place, columns = stored_columns(block * STEP, span, PAIRED, BLOCK_N)
+    inside = place < bound
+    if bias_ptr is not None:
+        bias = tl.load(
+            bias_ptr + expert.to(tl.int64) * (PARTS * F) + columns, mask=inside, other=0.0
+        )
+        acc = acc + bias.to(tl.float32)[None, :]
+    z = acc.to(dtype)
+    if GATED:
+        first, second = split_parts(z, PAIRED, INTERLEAVE, BLOCK_R, BLOCK_F)
+    if z_ptr is not None:
+        z_rows = z_ptr + (rows.to(tl.int64) * (PARTS * F))[:, None]
+        if PAIRED:
+            # By addresses that are seen to be neighbours: ``columns`` would be stored one by one.
+            store_gate_up(
+                z_rows, first, second, block * BLOCK_F, live[:, None], F,
+                GATED, INTERLEAVE, False, BLOCK_R, BLOCK_F,
+            )  # fmt: skip
+        else:
+            tl.store(z_rows + columns[None, :], z, mask=live[:, None] & inside[None, :])
+    alpha, limit, offset, gate_cap, up_cap = values
+    if GATED:
+        gate, up = (second, first) if UP_FIRST else (first, second)
+        h = glu_tile(
+            gate.to(tl.float32), up.to(tl.float32), alpha, limit, offset, gate_cap, up_cap,
+            KIND, LIMIT, HAS_OFFSET, HAS_UP_CAP,
+        )  # fmt: skip
+    else:
+        h = act_tile(z.to(tl.float32), alpha, gate_cap, KIND)
+    if probs_ptr is not None:
+        h = h * tl.load(probs_ptr + slots, mask=live, other=0.0).to(tl.float32)[:, None]
+    f = block * BLOCK_F + tl.arange(0, BLOCK_F)
+    h_ptrs = h_ptr + (rows.to(tl.int64) * F)[:, None] + f[None, :]
+    tl.store(h_ptrs, h.to(dtype), mask=live[:, None] & (f < F)[None, :])
+
+
 @recordable
 @triton.jit
 def _first_projection_kernel(
@@ -61,84 +137,83 @@ def _first_projection_kernel(
     HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
     INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
     TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr, K_TAIL: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, SHORT: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    # Columns that alternate in blocks which fit the tile come in one piece; others in two.
-    PAIRED: tl.constexpr = GATED and (INTERLEAVE == 0 or BLOCK_F % INTERLEAVE != 0)
-    PARTS: tl.constexpr = 2 if GATED else 1
-    BLOCK_N: tl.constexpr = PARTS * BLOCK_F
-    STEP: tl.constexpr = BLOCK_F if PAIRED else BLOCK_N
-    dtype = h_ptr.dtype.element_ty
     tiles = tl.load(tiles_ptr)
     column_blocks = tl.cdiv(F, BLOCK_F)
-    bound = F if PAIRED else PARTS * F
-    span = INTERLEAVE if INTERLEAVE else F
     for position in range(tl.program_id(0), tiles * column_blocks, tl.num_programs(0)):
         tile, block = tile_of_position(position, tiles, column_blocks, GROUP)
         expert = tl.load(tile_expert_ptr + tile)
-        rows = tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_R)
-        live = rows < tl.load(tile_end_ptr + tile)
-        slots = tl.load(slots_ptr + rows, mask=live, other=0)
-        source = slots // topk if GATHER else tl.where(live, rows, 0)
-        a_ptrs = x_ptr + (source.to(tl.int64) * stride_xt)[:, None]
-
-        if SWAP and PAIRED and TMA:
-            acc = contract_halves(
-                a_ptrs, w, expert, block * STEP, F, H,
-                TRANSPOSED, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
+        first_row = tl.load(tile_row_ptr + tile)
+        end = tl.load(tile_end_ptr + tile)
+        if SHORT and end - first_row <= SHORT:
+            _first_tile(
+                x_ptr, stride_xt, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
+                h_ptr, z_ptr, slots_ptr, expert, first_row, end, block, H, F, topk, values,
+                GATHER, KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
+                TMA, TRANSPOSED, SWAP, K_TAIL, SHORT, BLOCK_F, BLOCK_K,
             )  # fmt: skip
         else:
-            acc = contract(
-                a_ptrs, w, stride_we, stride_wn, stride_wk, expert, block * STEP, bound, H, span,
-                PAIRED, TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
+            _first_tile(
+                x_ptr, stride_xt, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
+                h_ptr, z_ptr, slots_ptr, expert, first_row, end, block, H, F, topk, values,
+                GATHER, KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
+                TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_F, BLOCK_K,
             )  # fmt: skip
 
-        place, columns = stored_columns(block * STEP, span, PAIRED, BLOCK_N)
-        inside = place < bound
-        if bias_ptr is not None:
-            bias = tl.load(
-                bias_ptr + expert.to(tl.int64) * (PARTS * F) + columns, mask=inside, other=0.0
-            )
-            acc = acc + bias.to(tl.float32)[None, :]
-        z = acc.to(dtype)
-        if GATED:
-            first, second = split_parts(z, PAIRED, INTERLEAVE, BLOCK_R, BLOCK_F)
-        if z_ptr is not None:
-            z_rows = z_ptr + (rows.to(tl.int64) * (PARTS * F))[:, None]
-            if PAIRED:
-                # By addresses that are seen to be neighbours: ``columns`` would be stored one by one.
-                store_gate_up(
-                    z_rows, first, second, block * BLOCK_F, live[:, None], F,
-                    GATED, INTERLEAVE, False, BLOCK_R, BLOCK_F,
-                )  # fmt: skip
-            else:
-                tl.store(z_rows + columns[None, :], z, mask=live[:, None] & inside[None, :])
-        alpha, limit, offset, gate_cap, up_cap = values
-        if GATED:
-            gate, up = (second, first) if UP_FIRST else (first, second)
-            h = glu_tile(
-                gate.to(tl.float32), up.to(tl.float32), alpha, limit, offset, gate_cap, up_cap,
-                KIND, LIMIT, HAS_OFFSET, HAS_UP_CAP,
-            )  # fmt: skip
-        else:
-            h = act_tile(z.to(tl.float32), alpha, gate_cap, KIND)
+
+@triton.jit
+def _second_tile(
+    h_ptr, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
+    y_ptr, slots_ptr,
+    expert, first_row, end, block,
+    F, H,
+    H_TMA: tl.constexpr,
+    TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr, K_TAIL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute ``BLOCK_N`` columns of up to ``BLOCK_R`` rows from ``first_row`` on."""
+    rows = first_row + tl.arange(0, BLOCK_R)
+    live = rows < end
+    if H_TMA:
+        acc = contract_described(
+            h_ptr, first_row, w, stride_we, stride_wn, stride_wk, expert, block * BLOCK_N, H, F,
+            TMA, TRANSPOSED, BLOCK_R, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        source = tl.where(live, rows, 0).to(tl.int64)
+        acc = contract(
+            h_ptr + (source * F)[:, None], w, stride_we, stride_wn, stride_wk,
+            expert, block * BLOCK_N, H, F, H,
+            False, TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+
+    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < H
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * H + columns, mask=inside, other=0.0)
+        bias = bias.to(tl.float32)[None, :]
         if probs_ptr is not None:
-            h = h * tl.load(probs_ptr + slots, mask=live, other=0.0).to(tl.float32)[:, None]
-        f = block * BLOCK_F + tl.arange(0, BLOCK_F)
-        h_ptrs = h_ptr + (rows.to(tl.int64) * F)[:, None] + f[None, :]
-        tl.store(h_ptrs, h.to(dtype), mask=live[:, None] & (f < F)[None, :])
+            slots = tl.load(slots_ptr + rows, mask=live, other=0)
+            p = tl.load(probs_ptr + slots, mask=live, other=0.0).to(tl.float32)
+            bias = bias * p[:, None]
+        acc = acc + bias
+    y_ptrs = y_ptr + (rows.to(tl.int64) * H)[:, None] + columns[None, :]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
 @recordable
 @triton.jit
 def _second_projection_kernel(
-    h_ptr, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
+    h_ptr, short_h_ptr, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
     y_ptr,
     slots_ptr, tile_expert_ptr, tile_row_ptr, tile_end_ptr, tiles_ptr,
     F, H,
     H_TMA: tl.constexpr,
     TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr, K_TAIL: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, SHORT: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.load(tiles_ptr)
     column_blocks = tl.cdiv(H, BLOCK_N)
@@ -146,34 +221,19 @@ def _second_projection_kernel(
         tile, block = tile_of_position(position, tiles, column_blocks, GROUP)
         expert = tl.load(tile_expert_ptr + tile)
         first_row = tl.load(tile_row_ptr + tile)
-        rows = first_row + tl.arange(0, BLOCK_R)
-        live = rows < tl.load(tile_end_ptr + tile)
-
-        if H_TMA:
-            acc = contract_described(
-                h_ptr, first_row, w, stride_we, stride_wn, stride_wk, expert, block * BLOCK_N, H, F,
-                TMA, TRANSPOSED, BLOCK_R, BLOCK_N, BLOCK_K,
+        end = tl.load(tile_end_ptr + tile)
+        if SHORT and end - first_row <= SHORT:
+            _second_tile(
+                short_h_ptr, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
+                y_ptr, slots_ptr, expert, first_row, end, block, F, H,
+                H_TMA, TMA, TRANSPOSED, SWAP, K_TAIL, SHORT, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
-            source = tl.where(live, rows, 0).to(tl.int64)
-            acc = contract(
-                h_ptr + (source * F)[:, None], w, stride_we, stride_wn, stride_wk,
-                expert, block * BLOCK_N, H, F, H,
-                False, TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
+            _second_tile(
+                h_ptr, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
+                y_ptr, slots_ptr, expert, first_row, end, block, F, H,
+                H_TMA, TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-
-        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = columns < H
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + expert.to(tl.int64) * H + columns, mask=inside, other=0.0)
-            bias = bias.to(tl.float32)[None, :]
-            if probs_ptr is not None:
-                slots = tl.load(slots_ptr + rows, mask=live, other=0)
-                p = tl.load(probs_ptr + slots, mask=live, other=0.0).to(tl.float32)
-                bias = bias * p[:, None]
-            acc = acc + bias
-        y_ptrs = y_ptr + (rows.to(tl.int64) * H)[:, None] + columns[None, :]
-        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
 def launch_first_projection(
@@ -217,7 +277,8 @@ def launch_first_projection(
         hidden, columns, topk, tile.scalars,
         GATHER=gather, **tile.flags, INTERLEAVE=interleave, UP_FIRST=layout.up_first,
         TMA=tma, TRANSPOSED=w.stride(2) != 1, SWAP=config.swap, K_TAIL=hidden % config.block_k != 0,
-        GROUP=config.group, BLOCK_R=config.block_r, BLOCK_F=block_f, BLOCK_K=config.block_k,
+        GROUP=config.group, SHORT=config.short,
+        BLOCK_R=config.block_r, BLOCK_F=block_f, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     return h, z
@@ -255,15 +316,20 @@ def launch_second_projection(
     source, strides, tma = weight_operand(w, box)
     wide = tma and not config.swap
     operand, h_tma = row_operand(h, (config.block_r, config.block_k) if wide else None)
+    # Tiles of few rows have a box of their own.
+    short = h
+    if h_tma and config.short:
+        short, _ = row_operand(h, (config.short, config.block_k))
     _second_projection_kernel[_grid(tiles, columns, config.block_n, config)](
-        operand, source, *strides, bias, probs,
+        operand, short if config.short else None, source, *strides, bias, probs,
         y,
         slots, tiles.expert, tiles.row, tiles.end, tiles.count,
         contraction, columns,
         H_TMA=h_tma,
         TMA=tma, TRANSPOSED=w.stride(2) != 1, SWAP=config.swap,
         K_TAIL=contraction % config.block_k != 0,
-        GROUP=config.group, BLOCK_R=config.block_r, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        GROUP=config.group, SHORT=config.short,
+        BLOCK_R=config.block_r, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     return y

@@ -24,11 +24,19 @@ class Config:
     tma: bool = True
     # Programs of a persistent grid, at most.
     programs: int = 132
+    # Tiles of at most so many rows are computed with that many, not with block_r; 0: none are.
+    short: int = 0
 
     def for_fp32(self) -> Self:
         """Return a tile that fp32 operands fit: IEEE products have no matrix unit."""
         return replace(
-            self, block_r=min(self.block_r, 64), block_n=64, block_k=32, num_stages=2, num_warps=4
+            self,
+            block_r=min(self.block_r, 64),
+            block_n=64,
+            block_k=32,
+            num_stages=2,
+            num_warps=4,
+            short=0,
         )
 
 

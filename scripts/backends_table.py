@@ -15,6 +15,7 @@ from textwrap import fill
 from samebits import Activation, Layout, Problem, ProbPlacement
 from samebits.activation import ACTIVATIONS
 from samebits.backends import BACKENDS
+from samebits.formats import FormatPair
 
 PAGE = Path(__file__).parent.parent / "docs" / "backends.md"
 DEVICES = ("cpu", "sm_80", "sm_90", "sm_100")
@@ -26,9 +27,9 @@ HEAD = """\
 
 Written by `python scripts/backends_table.py` from what every backend answers; CI compares. `auto`
 takes the first of {order} that runs a problem; a named backend runs it or raises with its reason;
-`samebits explain` says the same of your machine. In the tables "yes" means with gradients,
-"inference" without them alone. A column says what is not refused, not what was measured: that is in
-the pages of the kernels.
+`samebits explain` says the same of your machine. In the tables "yes" means with gradients (those
+around quantised weights, which have none), "inference" without them alone. A column says what is
+not refused, not what was measured: that is in the pages of the kernels.
 
 `reference` runs everything on every device of torch, with gradients.
 
@@ -59,6 +60,7 @@ ACTIVATION_OPTIONS = {
     "linear offset": Activation(linear_offset=1.0),
     "soft cap of up": Activation(kind="situ", gate_softcap=4.0, up_softcap=25.0),
 }
+FORMATS = ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4")
 OPTIONS = {
     "interleaved rows": replace(PLAIN, layout=Layout(interleave=1)),
     "interleaved blocks": replace(PLAIN, layout=Layout(interleave=32)),
@@ -70,6 +72,7 @@ OPTIONS = {
     "some of the experts": replace(PLAIN, N=16, expert_start=4),
     "count of valid tokens": replace(PLAIN, counted=True),
     "fp32 output": replace(PLAIN, out_dtype="fp32"),
+    **{f"{k} weights": replace(PLAIN, format=FormatPair.parse(k)) for k in FORMATS},
     "odd sizes": replace(PLAIN, H=63, F=41, E=7, K=3),
 }
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from samebits.backends import BACKENDS
-from samebits.testing.cases import CASES
+from samebits.testing.cases import CASES, QUANTIZED
 from samebits.testing.inputs import judge_all, make_inputs, run
 from samebits.testing.numerics import assert_bitwise_equal
 
@@ -14,13 +14,14 @@ pytestmark = pytest.mark.reference
 # (backend, case) that a backend refuses, with the start of its reason; compared, so that coverage
 # cannot shrink unseen.
 EXPECTED_REFUSALS: dict[tuple[str, str], str] = {}
+ALL = CASES | QUANTIZED
 # Backends that refuse every problem of a CPU; they have a suite of their own.
 GPU_ONLY = {"fused"}
 ON_CPU = [backend for backend in BACKENDS if backend not in GPU_ONLY]
 RUNNABLE = [
     pytest.param(backend, name, id=f"{backend}-{name}")
     for backend, module in BACKENDS.items()
-    for name, problem in CASES.items()
+    for name, problem in ALL.items()
     if module.why_not(problem) is None
 ]
 
@@ -29,7 +30,7 @@ def test_refusals_are_the_expected_ones() -> None:
     refused = {
         (backend, name): module.why_not(problem)
         for backend, module in BACKENDS.items()
-        for name, problem in CASES.items()
+        for name, problem in ALL.items()
         if module.why_not(problem) is not None and backend not in GPU_ONLY
     }
 
@@ -38,7 +39,7 @@ def test_refusals_are_the_expected_ones() -> None:
 
 def test_gpu_backends_refuse_a_cpu_with_the_reason() -> None:
     for backend in GPU_ONLY:
-        for problem in CASES.values():
+        for problem in ALL.values():
             assert str(BACKENDS[backend].why_not(problem)).startswith("it needs an NVIDIA GPU")
 
 
@@ -47,7 +48,7 @@ def test_gpu_backends_refuse_a_cpu_with_the_reason() -> None:
 def test_output_and_every_gradient_within_budget(
     backend: str, name: str, distribution: str
 ) -> None:
-    problem = CASES[name]
+    problem = ALL[name]
     inputs = make_inputs(problem, 7, distribution=distribution, valid_tokens=5)
 
     judgements = judge_all(problem, inputs, run(problem, inputs, backend))
@@ -58,7 +59,7 @@ def test_output_and_every_gradient_within_budget(
 
 @pytest.mark.parametrize(("backend", "name"), RUNNABLE)
 def test_inference_has_the_bits_of_training(backend: str, name: str) -> None:
-    problem = CASES[name]
+    problem = ALL[name]
     inputs = make_inputs(problem, 17, distribution="zipf")
 
     inference = run(replace(problem, grad=False), inputs, backend)["out"]

@@ -8,7 +8,7 @@ import pytest
 from samebits import cli
 from samebits.backends import BACKENDS
 from samebits.checks.explain import alternatives
-from samebits.testing.cases import CASES, MODELS
+from samebits.testing.cases import CASES, MODELS, QUANTIZED
 
 pytestmark = pytest.mark.reference
 

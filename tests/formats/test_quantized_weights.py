@@ -24,14 +24,13 @@ from samebits.formats import (
 )
 from samebits.problem import Problem
 from samebits.routing import Routing
-from samebits.testing.cases import CASES
+from samebits.testing.cases import CASES, QUANTIZED
 from samebits.testing.inputs import Inputs, make_inputs, run
 from samebits.testing.numerics import assert_bitwise_equal
 from samebits.weights import ExpertWeights, Layout
 
 pytestmark = pytest.mark.reference
 
-QUANTISED = {name: problem for name, problem in CASES.items() if problem.format is not None}
 FORMATS = ("fp8_128x128", "fp8_16x32/fp8_32x16", "mxfp8", "mxfp4", "nvfp4")
 
 
@@ -66,7 +65,7 @@ def test_bits_of_the_dequantised_layer(backend: str, key: str, name: str) -> Non
 @pytest.mark.parametrize("interleave", [None, 1, 16])
 def test_every_placement_and_layout(placement: ProbPlacement, interleave: int | None) -> None:
     layout = Layout(interleave=interleave)
-    problem = replace(CASES["mxfp4-gpt-oss"], placement=placement, layout=layout)
+    problem = replace(QUANTIZED["mxfp4-gpt-oss"], placement=placement, layout=layout)
     inputs = make_inputs(problem, 6)
 
     for backend in ("reference", "grouped"):
@@ -141,17 +140,17 @@ def _leaf(inputs: Inputs) -> QuantizedWeights:
 
 
 def test_a_gradient_of_the_weights_is_refused_with_the_reason() -> None:
-    inputs = make_inputs(QUANTISED["fp8_128x128-gpt-oss"], 3)
+    inputs = make_inputs(QUANTIZED["fp8_128x128-gpt-oss"], 3)
     weights = _leaf(inputs)
 
     with pytest.raises(UnsupportedError, match="weights in fp8_128x128 have no gradient"):
         experts(inputs.x, inputs.routing, weights)
     with torch.no_grad():
-        experts(inputs.x, inputs.routing, weights, CASES["fp8_128x128-gpt-oss"].activation)
+        experts(inputs.x, inputs.routing, weights, QUANTIZED["fp8_128x128-gpt-oss"].activation)
 
 
 def test_the_problem_says_the_format_and_reads_it_back() -> None:
-    problem = QUANTISED["fp8_16x32-fp8_32x16-gpt-oss"]
+    problem = QUANTIZED["fp8_16x32-fp8_32x16-gpt-oss"]
 
     assert "format=fp8_16x32/fp8_32x16" in str(problem).split()
     assert Problem.parse(str(problem)) == problem
@@ -160,14 +159,14 @@ def test_the_problem_says_the_format_and_reads_it_back() -> None:
 
 
 def test_explain_names_who_runs_it() -> None:
-    reasons = explain(QUANTISED["mxfp4-gpt-oss"])
+    reasons = explain(QUANTIZED["mxfp4-gpt-oss"])
 
     assert reasons["grouped"] is None
     assert reasons["reference"] is None
 
 
 def test_rows_that_are_sorted_already() -> None:
-    problem = QUANTISED["mxfp8-gpt-oss"]
+    problem = QUANTIZED["mxfp8-gpt-oss"]
     inputs = make_inputs(problem, 10)
     offsets = torch.tensor([0, 2, 2, 5, 7, 9])
 
@@ -178,7 +177,7 @@ def test_rows_that_are_sorted_already() -> None:
 
 
 def test_autocast_says_what_the_weights_stand_for() -> None:
-    problem = replace(QUANTISED["mxfp4-odd-sizes"], dtype="fp32")
+    problem = replace(QUANTIZED["mxfp4-odd-sizes"], dtype="fp32")
     inputs = make_inputs(problem, 4)
     assert isinstance(inputs.weights, QuantizedWeights)
 
@@ -190,7 +189,7 @@ def test_autocast_says_what_the_weights_stand_for() -> None:
 
 
 def test_one_compiled_graph() -> None:
-    problem = QUANTISED["mxfp4-gpt-oss"]
+    problem = QUANTIZED["mxfp4-gpt-oss"]
     inputs = make_inputs(problem, 5)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -206,9 +205,9 @@ def test_one_compiled_graph() -> None:
     assert_bitwise_equal(dx, expected["d_x"])
 
 
-@pytest.mark.parametrize("name", sorted(QUANTISED))
+@pytest.mark.parametrize("name", sorted(QUANTIZED))
 def test_files_keep_every_bit_and_option(name: str, tmp_path: Path) -> None:
-    weights = make_inputs(QUANTISED[name], 1).weights
+    weights = make_inputs(QUANTIZED[name], 1).weights
     assert isinstance(weights, QuantizedWeights)
     path = tmp_path / "experts.safetensors"
 
@@ -226,7 +225,7 @@ def test_files_keep_every_bit_and_option(name: str, tmp_path: Path) -> None:
 
 def test_files_are_read_by_the_library_that_defines_them(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
-    weights = make_inputs(QUANTISED["nvfp4-gpt-oss"], 1).weights
+    weights = make_inputs(QUANTIZED["nvfp4-gpt-oss"], 1).weights
     assert isinstance(weights, QuantizedWeights)
     path = tmp_path / "experts.safetensors"
 
@@ -253,7 +252,7 @@ def test_files_that_are_not_ours_are_refused(tmp_path: Path) -> None:
 
 
 def test_formats_that_do_not_go_together_are_refused() -> None:
-    inputs = make_inputs(QUANTISED["mxfp4-gpt-oss"], 1)
+    inputs = make_inputs(QUANTIZED["mxfp4-gpt-oss"], 1)
     weights = inputs.weights
     assert isinstance(weights, QuantizedWeights)
     other = quantize(dequantize(weights), MXFP8)

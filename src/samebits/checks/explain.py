@@ -12,7 +12,7 @@ from samebits.backends import BACKENDS, explain
 from samebits.checks.result import EXIT_CODES, NOTHING_RUN, PASSED, USAGE, print_table
 from samebits.errors import UnsupportedError
 from samebits.problem import Problem
-from samebits.testing.cases import CASES, MODELS
+from samebits.testing.cases import CASES, MODELS, QUANTIZED
 
 # What a caller can change without changing the function that is computed, in the order in which it
 # is proposed.
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``explain`` to ``parser``."""
     parser.epilog = EXIT_CODES
     what = parser.add_mutually_exclusive_group()
-    names = [*CASES, *MODELS]
+    names = [*CASES, *QUANTIZED, *MODELS]
     what.add_argument("--case", choices=names, metavar="NAME", help="a case; default: every case")
     what.add_argument("--problem", metavar="TEXT", help='str(problem), as in "H=64 F=96 E=8 K=2 …"')
     what.add_argument("--model", metavar="DIR", help="a folder with a transformers config.json")
@@ -78,7 +78,7 @@ def alternatives(problem: Problem, backend: str) -> Iterator[str]:
 
 
 def _problems(arguments: argparse.Namespace) -> dict[str, Problem]:
-    problems: dict[str, Problem] = {**CASES, **MODELS}
+    problems: dict[str, Problem] = {**CASES, **QUANTIZED, **MODELS}
     if arguments.case is not None:
         problems = {arguments.case: problems[arguments.case]}
     elif arguments.problem is not None:

@@ -5,9 +5,10 @@ function, called as ``samebits.experts`` is::
 
     function(x, routing, weights, activation, **options) -> Tensor
 
-``options`` holds only what a case sets: ``placement``, ``expert_start``, ``out_dtype``,
-``num_valid_tokens``. A function that has no such parameter, or raises ``NotImplementedError``, is
-``unsupported`` there; one that ignores what ``activation`` or ``weights`` asks for fails.
+Its cases have dense weights unless others are named. ``options`` holds only what a case sets:
+``placement``, ``expert_start``, ``out_dtype``, ``num_valid_tokens``. A function that has no such
+parameter, or raises ``NotImplementedError``, is ``unsupported`` there; one that ignores what
+``activation`` or ``weights`` asks for fails.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from samebits.checks.target import resolve
 from samebits.errors import must
 from samebits.experts import experts
 from samebits.problem import DTYPES, Problem
-from samebits.testing.cases import CASES
+from samebits.testing.cases import CASES, QUANTIZED
 from samebits.testing.inputs import (
     PER_EXPERT,
     Distribution,
@@ -53,6 +54,7 @@ ExpertsFunction = Callable[..., Tensor]
 
 # The reference is what the others are measured against: it cannot fail.
 DEFAULT_BACKENDS = [name for name in BACKENDS if name != "reference"]
+_ALL = CASES | QUANTIZED
 DISTRIBUTIONS: tuple[Distribution, ...] = ("uniform", "dropped")
 
 
@@ -72,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("target", nargs="?", metavar="TARGET", help="module:function; default: our backends")
-    add("--case", action="append", choices=sorted(CASES), metavar="NAME", help=_CASE_HELP)
+    add("--case", action="append", choices=sorted(_ALL), metavar="NAME", help=_CASE_HELP)
     add(
         "--backend",
         action="append",
@@ -103,7 +105,7 @@ def main(arguments: argparse.Namespace) -> int:
         results = list(
             judge_cases(
                 subjects,
-                arguments.case or list(CASES),
+                arguments.case or list(_ALL if arguments.target is None else CASES),
                 device=device,
                 tokens=arguments.tokens,
                 forward=arguments.forward,
@@ -136,7 +138,7 @@ def judge_cases(
 
     Args:
         subjects: What is judged.
-        cases: Names of ``CASES``.
+        cases: Names of ``CASES`` or ``QUANTIZED``.
         device: Where it runs; the truth is computed on CPU in fp64.
         tokens: T of each case.
         forward: Judge the output alone.
@@ -145,7 +147,7 @@ def judge_cases(
     """
     pairs = [(subject, name) for subject in subjects for name in cases]
     for subject, name in tracked(pairs, "parity"):
-        problem = replace(CASES[name], device=env.architecture(device))
+        problem = replace(_ALL[name], device=env.architecture(device))
         if forward:
             problem = replace(problem, grad=False)
         yield judge_case(subject, name, problem, device, tokens)

@@ -74,16 +74,6 @@ def _dtypes() -> dict[str, Problem]:
     low = replace(whole, dtype="bf16")
     cases["bf16-fp32-biases"] = low
     cases["fp64-fp32-biases"] = replace(whole, dtype="fp64", probs="fp64")
-    quantised = replace(low, gate_up_bias="bf16", down_bias="bf16")
-    for key in ("fp8_128x128", "fp8_16x32/fp8_32x16", "mxfp8", "mxfp4", "nvfp4"):
-        name = key.replace("/", "-")
-        cases[f"{name}-gpt-oss"] = replace(quantised, format=FormatPair.parse(key))
-    cases["mxfp4-odd-sizes"] = replace(
-        _SMALL, H=63, F=33, E=7, dtype="fp16", format=FormatPair.parse("mxfp4")
-    )
-    cases["nvfp4-norm-fc2-input"] = replace(
-        cases["nvfp4-gpt-oss"], norm_eps=1e-5, placement=ProbPlacement.FC2_INPUT
-    )
     cases["bf16-probs"] = replace(low, probs="bf16", gate_up_bias="bf16", down_bias="bf16")
     cases["bf16-out-fp32"] = replace(_SMALL, dtype="bf16", out_dtype="fp32")
     return cases
@@ -91,6 +81,25 @@ def _dtypes() -> dict[str, Problem]:
 
 # Small problems that every backend is held to.
 CASES: dict[str, Problem] = _activations() | _options() | _dtypes()
+
+
+def _quantized() -> dict[str, Problem]:
+    whole = CASES["bf16-gpt-oss"]
+    cases = {}
+    for key in ("fp8_128x128", "fp8_16x32/fp8_32x16", "mxfp8", "mxfp4", "nvfp4"):
+        name = key.replace("/", "-")
+        cases[f"{name}-gpt-oss"] = replace(whole, format=FormatPair.parse(key))
+    cases["mxfp4-odd-sizes"] = replace(
+        _SMALL, H=63, F=33, E=7, dtype="fp16", format=FormatPair.parse("mxfp4")
+    )
+    cases["nvfp4-norm-fc2-input"] = replace(
+        cases["nvfp4-gpt-oss"], norm_eps=1e-5, placement=ProbPlacement.FC2_INPUT
+    )
+    return cases
+
+
+# The same for weights in formats, which functions of others do not take.
+QUANTIZED: dict[str, Problem] = _quantized()
 
 # The shapes of real models, one GPU's share; bf16, plain SwiGLU unless the model says otherwise.
 MODELS: dict[str, Problem] = {

@@ -45,10 +45,8 @@ def test_every_case_has_a_line_and_every_refusal_a_reason(
 
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert [line.split()[0] for line in lines[1 : 1 + len(CASES) + len(MODELS)]] == [
-        *CASES,
-        *MODELS,
-    ]
+    names = [*CASES, *QUANTIZED, *MODELS]
+    assert [line.split()[0] for line in lines[1 : 1 + len(names)]] == names
     assert "(1) it needs an NVIDIA GPU, not cpu" in lines
     assert err.startswith("hint: ")
 

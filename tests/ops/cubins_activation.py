@@ -18,6 +18,7 @@ from samebits.activation import Activation
 from samebits.ops.activation import kernel
 from samebits.ops.activation.tiles import TileOptions
 from samebits.ops.activation.tuning import backward_heuristic, forward_heuristic
+from samebits.problem import DTYPES
 from samebits.weights import Layout
 
 _SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -89,7 +90,7 @@ def build(case: Case, sm: int) -> Any:
     function = getattr(kernel, f"_activation_{case.kernel}_kernel")
     size = _SIZES[case.dtype]
     constants: dict[str, Any] = {
-        **TileOptions.of(case.activation).flags,
+        **TileOptions.of(case.activation, DTYPES[case.dtype]).flags,
         "INTERLEAVE": case.layout.interleave or 0,
         "UP_FIRST": case.layout.up_first,
         "EXPERTS": case.experts,

@@ -37,6 +37,39 @@ def sigmoid(x):
 
 
 @triton.jit
+def _exp_fp32(x):
+    """Return ``exp(x)`` within two units in the last place; NaN stays NaN.
+
+    With x = n ln 2 + r and |r| <= ln 2 / 2: 2ⁿ (1 + r + r² P(r)), P fitted to the least error.
+    """
+    # Beyond, the result is 0 or infinite anyway.
+    x = tl.where(x > 104.0, 104.0, tl.where(x < -104.0, -104.0, x))
+    n = tl.floor(x * 1.4426950408889634 + 0.5)
+    # The first part of ln 2 has 12 bits: its product with n is exact.
+    r = (x - n * 0.693115234375) - n * 3.1946184945309e-05
+    tail = 0.0013950616
+    tail = tail * r + 0.00836897
+    tail = tail * r + 0.041666202
+    tail = tail * r + 0.16666518
+    tail = tail * r + 0.5
+    # In two steps: 2ⁿ alone may be no normal number. NaN has no integer.
+    n = tl.where(n == n, n, 0.0)
+    half = tl.floor(n * 0.5)
+    one = ((half.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    other = (((n - half).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return (1.0 + (r + (r * r) * tail)) * one * other
+
+
+@triton.jit
+def sigmoid_fp32(x):
+    """Return ``1 / (1 + exp(-x))`` where the result is not rounded to 16 bits.
+
+    ``sigmoid`` is exp2 of a rounded product, whose error grows with x.
+    """
+    return tl.div_rn(1.0, 1.0 + _exp_fp32(-x))
+
+
+@triton.jit
 def tanh(x):
     """Return ``tanh(x)`` within three units in the last place, also near 0; NaN stays NaN."""
     size = tl.where(x < 0.0, -x, x)

@@ -354,7 +354,7 @@ def launch_activation_forward(
     h = z.new_empty(rows, columns)
     if h.numel() == 0:
         return h
-    tile = TileOptions.of(activation)
+    tile = TileOptions.of(activation, z.dtype)
     config = config or forward_heuristic(rows, columns, z.element_size())
     grid = (triton.cdiv(rows, config.block_r) * triton.cdiv(columns, config.block_f),)
     _activation_forward_kernel[grid](
@@ -417,7 +417,7 @@ def _launch_rows(
 ) -> None:
     z, bias, offsets, row_probs, num_rows, scalars = operands
     rows, columns = dh.shape
-    tile = TileOptions.of(activation)
+    tile = TileOptions.of(activation, z.dtype)
     partial = _partials(result, columns)
     walk = partial is not None and config.walk
     per_row = 1 if walk else triton.cdiv(columns, config.block_f)
@@ -455,7 +455,7 @@ def _launch_chunks(
     chunks = triton.cdiv(rows, CHUNK) + experts
     chunk_sums = z.new_empty(chunks, z.shape[1], dtype=torch.float32)
     partial = _partials(result, columns)
-    tile = TileOptions.of(activation)
+    tile = TileOptions.of(activation, z.dtype)
     sizes = {"EXPERTS": experts, "EXPERTS_POW2": triton.next_power_of_2(max(experts, 1))}
     _activation_bias_backward_kernel[(chunks * triton.cdiv(columns, config.block_f),)](
         dh, dh.stride(0), z, z.stride(0), bias, row_probs,

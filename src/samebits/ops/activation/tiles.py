@@ -3,20 +3,23 @@
 ``glu_tile`` and ``glu_derivative_tile`` are the only places where a gated expert function is
 written for the GPU; kernels and GEMM epilogues call them (``act_tile`` and ``slope_tile`` where
 there is no gate). They take the options as run-time fp32 scalars, so that limits that differ from
-layer to layer share one binary; ``TileOptions.of(activation)`` gives both kinds of argument.
+layer to layer share one binary; ``TileOptions.of(activation, D)`` gives both kinds of argument.
 """
 
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from samebits.activation import Activation
-from samebits.ops._triton.elementwise import clamp_above, clamp_both, sigmoid, tanh
+from samebits.ops._triton.elementwise import clamp_above, clamp_both, sigmoid, sigmoid_fp32, tanh
 
 # Kinds that act_tile and slope_tile know; a test compares them with samebits.activation.
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "situ")
+# Kinds whose sigmoid is computed more precisely where D is fp32, under another name.
+_PRECISE = {"silu": "silu fp32", "situ": "situ fp32"}
 
 
 class TileOptions(NamedTuple):
@@ -28,14 +31,14 @@ class TileOptions(NamedTuple):
     flags: dict[str, str | bool]
 
     @staticmethod
-    def of(activation: Activation) -> "TileOptions":
-        """Return the tile arguments of ``activation``; treat the result as read-only."""
-        return _options(activation)
+    def of(activation: Activation, dtype: torch.dtype) -> "TileOptions":
+        """Return the tile arguments of ``activation`` in D; treat the result as read-only."""
+        return _options(activation, dtype == torch.float32)
 
 
 @lru_cache(maxsize=1024)
-def _options(activation: Activation) -> TileOptions:
-    limit = activation.limit
+def _options(activation: Activation, precise: bool) -> TileOptions:
+    limit, kind = activation.limit, activation.kind
     return TileOptions(
         scalars=(
             activation.alpha,
@@ -45,7 +48,7 @@ def _options(activation: Activation) -> TileOptions:
             activation.up_softcap or 1.0,
         ),
         flags={
-            "KIND": activation.kind,
+            "KIND": _PRECISE.get(kind, kind) if precise else kind,
             "GATED": activation.gated,
             "LIMIT": "none" if limit is None else activation.limit_position,
             "HAS_OFFSET": activation.linear_offset != 0.0,
@@ -63,10 +66,18 @@ def _gelu_tanh_parts(gate):
 
 
 @triton.jit
+def _sigmoid(x, KIND: tl.constexpr):
+    if KIND == "silu fp32" or KIND == "situ fp32":
+        return sigmoid_fp32(x)
+    else:
+        return sigmoid(x)
+
+
+@triton.jit
 def act_tile(gate, alpha, gate_cap, KIND: tl.constexpr):
     """Return the scalar function of the gate, fp32."""
-    if KIND == "silu":
-        return gate * sigmoid(alpha * gate)
+    if KIND == "silu" or KIND == "silu fp32":
+        return gate * _sigmoid(alpha * gate, KIND)
     elif KIND == "gelu":
         return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     elif KIND == "gelu_tanh":
@@ -78,15 +89,15 @@ def act_tile(gate, alpha, gate_cap, KIND: tl.constexpr):
         positive = tl.where(gate < 0.0, 0.0, gate)
         return positive * positive
     else:
-        tl.static_assert(KIND == "situ")
-        return gate_cap * tanh(gate / gate_cap) * sigmoid(gate)
+        tl.static_assert(KIND == "situ" or KIND == "situ fp32")
+        return gate_cap * tanh(gate / gate_cap) * _sigmoid(gate, KIND)
 
 
 @triton.jit
 def slope_tile(gate, alpha, gate_cap, KIND: tl.constexpr):
     """Return ``(act, d act / d gate)``, fp32; the first has the bits of ``act_tile``."""
-    if KIND == "silu":
-        share = sigmoid(alpha * gate)
+    if KIND == "silu" or KIND == "silu fp32":
+        share = _sigmoid(alpha * gate, KIND)
         return gate * share, share * (1.0 + alpha * gate * (1.0 - share))
     elif KIND == "gelu":
         bell = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
@@ -102,8 +113,8 @@ def slope_tile(gate, alpha, gate_cap, KIND: tl.constexpr):
         positive = tl.where(gate < 0.0, 0.0, gate)
         return positive * positive, 2.0 * positive
     else:
-        tl.static_assert(KIND == "situ")
-        bend, share = tanh(gate / gate_cap), sigmoid(gate)
+        tl.static_assert(KIND == "situ" or KIND == "situ fp32")
+        bend, share = tanh(gate / gate_cap), _sigmoid(gate, KIND)
         act = gate_cap * bend * share
         return act, share * ((1.0 - bend * bend) + gate_cap * bend * (1.0 - share))
 

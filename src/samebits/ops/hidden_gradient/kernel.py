@@ -250,7 +250,7 @@ def launch_hidden_gradient(
     source, strides, tma = weight_operand(w, box)
     box = (config.block_r, config.block_k) if tma and not (gather or config.swap) else None
     operand, described = row_operand(dy, box)
-    tile = TileOptions.of(activation)
+    tile = TileOptions.of(activation, z.dtype)
     work = tiles.expert.shape[0] * triton.cdiv(columns, config.block_n)
     _hidden_gradient_kernel[(min(work, config.programs),)](
         operand, dy.stride(0), source, *strides, z, probs,

@@ -269,7 +269,7 @@ def launch_first_projection(
     described = config.tma and (halves or not paired)
     box = (config.block_n // 2 if each else config.block_n, config.block_k) if described else None
     source, strides, tma = weight_operand(w, box, halves=halves and not each)
-    tile = TileOptions.of(activation)
+    tile = TileOptions.of(activation, x.dtype)
     _first_projection_kernel[_grid(tiles, columns, block_f, config)](
         x, x.stride(0), source, *strides, bias, probs,
         h, z,

@@ -264,7 +264,7 @@ def launch_slot_hidden(
     source, strides, tma = weight_operand(
         w, (config.block_n, config.block_k) if described else None, halves=halves
     )
-    tile = TileOptions.of(activation)
+    tile = TileOptions.of(activation, x.dtype)
     _slot_hidden_kernel[(total * triton.cdiv(columns, block_f),)](
         x, x.stride(0), source, *strides, bias,
         ids, num_valid_tokens,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from samebits.activation import Activation
-from samebits.arguments import require_int, require_type
+from samebits.arguments import require_bool, require_int, require_type
 from samebits.backends import check_name, repetition
 from samebits.backends.call import Call, call_of, check_count, check_out, check_weights
 from samebits.backends.differentiable import run
@@ -35,6 +35,7 @@ def experts(
     num_valid_tokens: Tensor | None = None,
     out: Tensor | None = None,
     weight_gradients: Destination | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """Return each token's weighted sum over its experts, ``Σ_k p_k · expert_k(x)``.
 
@@ -57,6 +58,8 @@ def experts(
             where a gradient is wanted.
         weight_gradients: Where the gradients of the parameters go, ``WeightGradients(…).of(…)``;
             None gives them to autograd. Without a gradient it is not looked at.
+        recompute: Keep no output of the first projection for the backward, which computes it again:
+            the inputs alone are kept, the bits are the same.
 
     Returns:
         ``(T, H)``; differentiable in ``x``, the probabilities and every parameter. ``out``, where
@@ -97,7 +100,8 @@ def experts(
         return repetition.record(
             key, request, lambda: compute(call, options, num_experts, expert_start, save=False)[0]
         )
-    return run(call, options, num_experts, expert_start, weight_gradients)
+    require_bool("recompute", recompute)
+    return run(call, options, num_experts, expert_start, weight_gradients, recompute=recompute)
 
 
 def checked(

@@ -3,17 +3,18 @@
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from samebits.backends import BACKENDS
+from samebits.backends import BACKENDS, passes
 from samebits.experts import experts
 from samebits.problem import Problem, ProbPlacement
 from samebits.routing import Routing
 from samebits.testing.cases import CASES
-from samebits.testing.inputs import Inputs, judge_all, make_inputs, run
+from samebits.testing.inputs import Inputs, judge_all, make_inputs, run, run_function
 from samebits.testing.numerics import assert_bitwise_equal
 
 pytestmark = pytest.mark.gpu
@@ -93,6 +94,53 @@ def test_grouped_has_the_same_bits(name: str, placement: ProbPlacement) -> None:
 
         for quantity, value in run(problem, inputs, "grouped").items():
             assert_bitwise_equal(value, expected[quantity], quantity)
+
+
+@pytest.mark.parametrize("name", ["bf16", "gpt-oss-whole", "counted"])
+@pytest.mark.parametrize("tokens", [3, 300, 3000])
+def test_repeated_steps_have_the_same_bits(name: str, tokens: int) -> None:
+    problem = replace(_in(CASES[name], "bf16"), **SHAPE)
+    inputs = make_inputs(problem, tokens, distribution="zipf", device="cuda", valid_tokens=tokens)
+    passes.forget()
+    expected = run(problem, inputs, "fused")
+
+    for _ in range(5):
+        for quantity, value in run(problem, inputs, "fused").items():
+            assert_bitwise_equal(value, expected[quantity], quantity)
+    # Both were recorded: a forward and a backward.
+    assert [known is not None for known in passes.passes()] == [True, True]
+
+
+@pytest.mark.parametrize("backend", ["fused", "grouped"])
+@pytest.mark.parametrize("placement", ProbPlacement)
+def test_a_recomputed_projection_has_the_same_bits(placement: ProbPlacement, backend: str) -> None:
+    problem = replace(_in(CASES["gpt-oss-whole"], "bf16"), placement=placement, **SHAPE)
+    inputs = make_inputs(problem, 300, distribution="dropped", device="cuda")
+    expected = run(problem, inputs, backend)
+
+    for _ in range(4):
+        found = run_function(problem, inputs, partial(experts, backend=backend, recompute=True))
+        for quantity, value in found.items():
+            assert_bitwise_equal(value, expected[quantity], quantity)
+
+
+def test_backward_again_where_the_graph_is_kept() -> None:
+    problem = replace(_in(CASES["gpt-oss-whole"], "bf16"), **SHAPE)
+    inputs = make_inputs(problem, 300, device="cuda")
+    x = inputs.x.requires_grad_()
+    for _ in range(3):
+        out = experts(x, inputs.routing, inputs.weights, problem.activation, backend="fused")
+        node = out.grad_fn
+        assert node is not None
+        z = node.saved_tensors[-1]
+        kept = [torch.autograd.grad(out, x, inputs.dout, retain_graph=True)[0] for _ in range(2)]
+        assert z.untyped_storage().nbytes() > 0
+        (last,) = torch.autograd.grad(out, x, inputs.dout)
+
+        # Read for the last time: given back, whoever holds it.
+        assert z.untyped_storage().nbytes() == 0
+        assert_bitwise_equal(kept[1], kept[0], "second")
+        assert_bitwise_equal(last, kept[0], "last")
 
 
 def test_a_training_forward_has_the_bits_of_inference() -> None:

@@ -13,6 +13,7 @@ from samebits.backends.call import DIFFERENTIABLE, Call
 from samebits.ops.permute import kernel as permute
 from samebits.ops.slot_gemm import tuning as slot_tuning
 from samebits.problem import Problem, ProbPlacement
+from samebits.routing import Permutation
 from samebits.testing.cases import CASES
 from samebits.testing.inputs import Inputs, judge_all, make_inputs
 from samebits.testing.numerics import assert_bitwise_equal
@@ -72,6 +73,15 @@ def test_every_gradient_is_within_the_budget(name: str, placement: ProbPlacement
     assert all(j.passed for j in judgements.values()), {
         name: str(j) for name, j in judgements.items() if not j.passed
     }
+
+
+def test_the_first_projection_is_computed_again() -> None:
+    problem = replace(CASES["local-experts"], placement=ProbPlacement.FC1_INPUT, grad=True)
+    call = _call(make_inputs(problem, 5))
+    _, z = FUSED.forward(problem, call, save=True)
+    rows = Permutation.of(call.topk_ids, problem.E, expert_start=problem.expert_start).offsets[-1]
+
+    assert_bitwise_equal(FUSED.recomputed(problem, call)[:rows], z[:rows], "z")
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-whole", "interleave-16", "local-experts", "counted"])

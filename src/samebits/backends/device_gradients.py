@@ -91,10 +91,12 @@ def backward(
             call.topk_ids.contiguous(),
             metadata.inverse,
             problem.expert_start,
+            call.topk_probs.dtype,
         )
     if dz is not None:
         grads |= products.of_first(dz, probs if on_input else None)
     if "topk_probs" in grads:
+        # Sums that follow the first projection come in fp32.
         grads["topk_probs"] = grads["topk_probs"].to(call.topk_probs.dtype)
     return Gradients(**{name: grad for name, grad in grads.items() if name not in into})
 

@@ -20,22 +20,23 @@ _OPERANDS = INPUTS + 3
 
 
 class _Experts(torch.autograd.Function):
-    """Tie the two operators together; saves the inputs and ``z``."""
+    """Tie the two operators together; saves the inputs and, unless it is recomputed, ``z``."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         out: Tensor
         text, num_experts, expert_start = options = arguments[INPUTS:_OPERANDS]
+        save = not arguments[_OPERANDS + 1]
         ctx.direct = _direct(arguments[:INPUTS])
         if ctx.direct:
             call = Call(*arguments[:INPUTS])
             out, z = operator.compute(
-                call, Options.parse(text), num_experts, expert_start, save=True
+                call, Options.parse(text), num_experts, expert_start, save=save
             )
             # What a hook of the caller's keeps is his: it may be z itself.
             ctx.kept = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         else:
-            out, z = torch.ops.samebits.experts_forward(*arguments[:_OPERANDS], True)
+            out, z = torch.ops.samebits.experts_forward(*arguments[:_OPERANDS], save)
             ctx.kept = True
         ctx.save_for_backward(*arguments[:INPUTS], z)
         ctx.options, ctx.destination = options, arguments[_OPERANDS]
@@ -56,7 +57,7 @@ class _Experts(torch.autograd.Function):
         places = [Call._fields.index(name) for name in DIFFERENTIABLE]
         wanted = [ctx.needs_input_grad[i] for i in places]
         arguments = (*tensors, z, douts[0], *ctx.options)
-        result: list[Tensor | None] = [None] * (_OPERANDS + 1)
+        result: list[Tensor | None] = [None] * (_OPERANDS + 2)
         grads: Sequence[Tensor | None]
         if ctx.destination is None and ctx.direct and _direct(arguments[: INPUTS + 2]):
             again = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -134,6 +135,8 @@ def run(
     num_experts: int,
     expert_start: int,
     destination: Destination | None = None,
+    *,
+    recompute: bool = False,
 ) -> Tensor:
     """Run one call through the operator; differentiable once.
 
@@ -143,6 +146,7 @@ def run(
         num_experts: N.
         expert_start: First expert held here.
         destination: Where the gradients of the parameters go; None gives them to autograd.
+        recompute: Keep the inputs alone; the backward computes z again.
 
     Returns:
         ``(T, H)``.
@@ -171,7 +175,8 @@ def run(
             )
         if destination is not None:
             _check_destination(destination, tensors)
-        out: Tensor = _Experts.apply(*arguments, destination)  # type: ignore[no-untyped-call]
+        out: Tensor
+        out = _Experts.apply(*arguments, destination, recompute)  # type: ignore[no-untyped-call]
         return out
     if call.out is not None:
         torch.ops.samebits.experts_into(call.out, *arguments)

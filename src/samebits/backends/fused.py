@@ -12,6 +12,8 @@ from torch import Tensor
 
 from samebits.backends import device_gradients
 from samebits.backends.call import Call, Gradients, why_no_kernels
+from samebits.ops.indirect_gemm.tuning import Config
+from samebits.ops.permute.tuning import Metadata
 from samebits.ops.slot_gemm import tuning as slot_tuning
 from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.weight_gradients import Buffer
@@ -41,47 +43,16 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     Determinism: repeatable; each row independent of T and of the other rows.
     """
     # Imported here: naming the backend must not need Triton.
-    from samebits.ops.indirect_gemm.kernel import (
-        launch_first_projection,
-        launch_second_projection,
-    )
-    from samebits.ops.indirect_gemm.tuning import heuristic
-    from samebits.ops.permute.kernel import launch_combine, launch_metadata, launch_permute
+    from samebits.ops.indirect_gemm.kernel import launch_second_projection
+    from samebits.ops.permute.kernel import launch_combine
 
-    topk, total = problem.K, call.topk_ids.numel()
-    tokens = call.topk_ids.shape[0]
+    topk, tokens = problem.K, call.topk_ids.shape[0]
     tiles = slot_tuning.heuristic(tokens, topk, problem.E, problem.device, problem.dtype)
-    if tiles is not None and total and not save:
+    if tiles is not None and tokens and not save:
         return _by_slot(problem, call, tiles), call.x.new_empty(0, call.gate_up.shape[1])
-    first, second = heuristic(max(total, 1), problem.E, problem.device)
-    if problem.dtype == "fp32":
-        first, second = (config.for_fp32() for config in (first, second))
-    metadata = launch_metadata(
-        call.topk_ids,
-        problem.E,
-        first.block_r,
-        expert_start=problem.expert_start,
-        num_valid_tokens=call.num_valid_tokens,
-    )
-    weights = _weights(problem, call)
+    h, z, metadata, second = _first_projection(problem, call, save=save)
     probs = call.topk_probs.contiguous()
     placed = {p: probs if p == problem.placement else None for p in ProbPlacement}
-    x, gather = call.x, True
-    if problem.placement == ProbPlacement.FC1_INPUT:
-        x = launch_permute(call.x, metadata.inverse, topk, probs)
-        gather = False
-    h, z = launch_first_projection(
-        x,
-        metadata.slots,
-        metadata.tiles,
-        weights,
-        problem.activation,
-        placed[ProbPlacement.FC2_INPUT],
-        first,
-        topk=topk,
-        gather=gather,
-        save=save,
-    )
     y = launch_second_projection(
         h,
         metadata.slots,
@@ -100,6 +71,56 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
         out=call.out,
     )
     return out, call.x.new_empty(0, call.gate_up.shape[1]) if z is None else z
+
+
+def recomputed(problem: Problem, call: Call) -> Tensor:
+    """Return z alone, as ``forward`` saves it.
+
+    Determinism: that of ``forward``.
+    """
+    z = _first_projection(problem, call, save=True)[1]
+    assert z is not None
+    return z
+
+
+def _first_projection(
+    problem: Problem, call: Call, *, save: bool
+) -> tuple[Tensor, Tensor | None, Metadata, Config]:
+    """Return h and, if ``save``, z by row; the metadata and the tile of the second projection."""
+    from samebits.ops.indirect_gemm.kernel import launch_first_projection
+    from samebits.ops.indirect_gemm.tuning import heuristic
+    from samebits.ops.permute.kernel import launch_metadata, launch_permute
+
+    topk, total = problem.K, call.topk_ids.numel()
+    first, second = heuristic(max(total, 1), problem.E, problem.device)
+    if problem.dtype == "fp32":
+        first, second = (config.for_fp32() for config in (first, second))
+    metadata = launch_metadata(
+        call.topk_ids,
+        problem.E,
+        first.block_r,
+        expert_start=problem.expert_start,
+        num_valid_tokens=call.num_valid_tokens,
+    )
+    probs = call.topk_probs.contiguous()
+    placed = {p: probs if p == problem.placement else None for p in ProbPlacement}
+    x, gather = call.x, True
+    if problem.placement == ProbPlacement.FC1_INPUT:
+        x = launch_permute(call.x, metadata.inverse, topk, probs)
+        gather = False
+    h, z = launch_first_projection(
+        x,
+        metadata.slots,
+        metadata.tiles,
+        _weights(problem, call),
+        problem.activation,
+        placed[ProbPlacement.FC2_INPUT],
+        first,
+        topk=topk,
+        gather=gather,
+        save=save,
+    )
+    return h, z, metadata, second
 
 
 def _weights(problem: Problem, call: Call) -> ExpertWeights:

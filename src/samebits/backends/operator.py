@@ -162,8 +162,8 @@ def compute(
         return found
 
     with outside_autocast(call.x.device), on_device(call.x.device):
-        if save:
-            about = ("forward", options, num_experts, expert_start)
+        if call.out is None:
+            about = ("forward", options, num_experts, expert_start, save)
             out, z = passes.repeated(about, call[:INPUTS], forward)
         else:
             out, z = forward()
@@ -207,7 +207,7 @@ def compute_backward(
     """Return the gradients of the chosen backend, empty where not wanted or stored in ``into``.
 
     Args:
-        arguments: Those of ``samebits::experts_backward``.
+        arguments: Those of ``samebits::experts_backward``; without rows, z is computed again.
         into: Where gradients of parameters are stored.
         spend: z is not needed again: its memory may be given back as soon as it was read.
 
@@ -220,8 +220,12 @@ def compute_backward(
         options = Options.parse(text)
         problem = problem_of(options, call, num_experts, expert_start, grad=True)
         module = choose(options.backend, problem)
+        again = call.topk_ids.numel() > z.shape[0]
+        rows = module.recomputed(problem, call) if again else z
         grads: Gradients
-        grads = module.backward(problem, call, z, dout, tuple(wanted), into, spend=spend)
+        grads = module.backward(
+            problem, call, rows, dout, tuple(wanted), into, spend=spend or again
+        )
         return grads
 
     about = ("backward", text, num_experts, expert_start, *wanted, spend)

@@ -56,6 +56,14 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     return out, saved
 
 
+def recomputed(problem: Problem, call: Call) -> Tensor:
+    """Return z alone, as ``forward`` saves it.
+
+    Determinism: that of ``forward``.
+    """
+    return forward(problem, call, save=True)[1]
+
+
 def backward(
     problem: Problem,
     call: Call,

@@ -53,6 +53,8 @@ class Experts(nn.Module):
         backend: "auto", or the name of one backend, which then runs the layer or raises.
         weight_gradients: Where the parameters' gradients go, and when; None gives them to autograd,
             whatever attributes the parameters have.
+        recompute: Keep no output of the first projection for the backward; see
+            ``samebits.experts``.
         device: Device of the parameters; "meta" allocates nothing.
         dtype: Dtype of the parameters; None means torch's default dtype.
 
@@ -76,6 +78,7 @@ class Experts(nn.Module):
         norm: PostExpertNorm | None = None,
         backend: str = "auto",
         weight_gradients: WeightGradients | None = None,
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -87,6 +90,7 @@ class Experts(nn.Module):
         require_name("orientation", orientation, ORIENTATIONS)
         require_bool("gate_up_bias", gate_up_bias)
         require_bool("down_bias", down_bias)
+        require_bool("recompute", recompute)
         check_name(backend)
         self.num_experts = num_experts
         self.hidden_size = hidden_size
@@ -100,6 +104,7 @@ class Experts(nn.Module):
         if weight_gradients is not None:
             require_type("weight_gradients", weight_gradients, WeightGradients)
         self.weight_gradients = weight_gradients
+        self.recompute = recompute
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -220,6 +225,7 @@ class Experts(nn.Module):
             weight_gradients=(
                 None if self.weight_gradients is None else self.weight_gradients.of(self._owners())
             ),
+            recompute=self.recompute,
         )
 
     def backward_dw(self) -> None:

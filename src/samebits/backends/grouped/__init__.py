@@ -47,6 +47,16 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     return device.forward(problem, call, save=save)
 
 
+def recomputed(problem: Problem, call: Call) -> Tensor:
+    """Return z alone, as ``forward`` saves it.
+
+    Determinism: that of ``forward``.
+    """
+    if problem.device == "cpu":
+        return host.forward(problem, call, save=True)[1]
+    return device.first_projection(problem, call).z
+
+
 def backward(
     problem: Problem,
     call: Call,

@@ -4,10 +4,14 @@ Every shape is a function of T and nothing waits for the device, so a call can b
 graph. Each stage has the rounding points of the contract, hence the bits of the fused backend.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from samebits.backends.call import Call, why_no_kernels
+from samebits.ops.indirect_gemm.tuning import Config
+from samebits.ops.permute.tuning import Metadata
 from samebits.problem import DTYPES, Problem, ProbPlacement
 
 
@@ -21,6 +25,41 @@ def why_not(problem: Problem) -> str | None:
     return why_no_kernels(problem)
 
 
+class First(NamedTuple):
+    """The first projection, and what the second goes on from."""
+
+    z: Tensor
+    metadata: Metadata
+    config: Config
+
+
+def first_projection(problem: Problem, call: Call) -> First:
+    """Return z by row, (R, 2F or F).
+
+    Determinism: repeatable; each row independent of T and of the other rows.
+    """
+    # Imported here: naming the backend must not need Triton.
+    from samebits.ops.grouped_gemm.kernel import launch_grouped_gemm
+    from samebits.ops.grouped_gemm.tuning import config_of
+    from samebits.ops.permute.kernel import launch_metadata, launch_permute
+
+    config = config_of(call.topk_ids.numel(), problem.E, problem.device, problem.dtype)
+    metadata = launch_metadata(
+        call.topk_ids,
+        problem.E,
+        config.block_r,
+        expert_start=problem.expert_start,
+        num_valid_tokens=call.num_valid_tokens,
+    )
+    on_input = problem.placement == ProbPlacement.FC1_INPUT
+    probs = call.topk_probs.contiguous() if on_input else None
+    rows = launch_permute(call.x, metadata.inverse, problem.K, probs)
+    z = launch_grouped_gemm(
+        rows, metadata, call.gate_up, call.gate_up_bias, None, config, problem.device
+    )
+    return First(z, metadata, config)
+
+
 def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor]:
     """Return ``(out, z)``; see ``samebits.experts``. ``z`` is (R, 2F or F) by row, if ``save``.
 
@@ -30,25 +69,12 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     from samebits.ops.activation.kernel import launch_activation_forward
     from samebits.ops.activation.operands import Operands
     from samebits.ops.grouped_gemm.kernel import launch_grouped_gemm
-    from samebits.ops.grouped_gemm.tuning import config_of
-    from samebits.ops.permute.kernel import launch_combine, launch_metadata, launch_permute
+    from samebits.ops.permute.kernel import launch_combine
 
-    topk, total = problem.K, call.topk_ids.numel()
-    config = config_of(total, problem.E, problem.device, problem.dtype)
-    metadata = launch_metadata(
-        call.topk_ids,
-        problem.E,
-        config.block_r,
-        expert_start=problem.expert_start,
-        num_valid_tokens=call.num_valid_tokens,
-    )
+    z, metadata, config = first_projection(problem, call)
     probs = call.topk_probs.contiguous()
     placed = {p: probs if p == problem.placement else None for p in ProbPlacement}
     on_hidden = placed[ProbPlacement.FC2_INPUT]
-    rows = launch_permute(call.x, metadata.inverse, topk, placed[ProbPlacement.FC1_INPUT])
-    z = launch_grouped_gemm(
-        rows, metadata, call.gate_up, call.gate_up_bias, None, config, problem.device
-    )
     operands = Operands(
         z,
         row_probs=None if on_hidden is None else _by_row(on_hidden, metadata.slots),
@@ -61,7 +87,7 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     out = launch_combine(
         y,
         metadata.inverse,
-        topk,
+        problem.K,
         placed[ProbPlacement.FC2_OUTPUT],
         DTYPES[problem.result_dtype],
         out=call.out,

@@ -186,7 +186,8 @@ def _probs_gradient_kernel(
             sums = sum_of_64_columns(dout * bias, BLOCK_S, BLOCK_H)
             from_bias += tl.reshape(sums, (BLOCK_S,))
         dp += from_bias
-    tl.store(dp_ptr + slots, tl.where(live, dp, 0.0), mask=inside)
+    dp = tl.where(live, dp, 0.0).to(dp_ptr.dtype.element_ty)
+    tl.store(dp_ptr + slots, dp, mask=inside)
 
 
 class Rows(NamedTuple):
@@ -274,8 +275,9 @@ def launch_probs_gradient(
     topk_ids: Tensor,
     inverse: Tensor,
     expert_start: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return ``dp``, ``(T, K)`` fp32; 0 where a slot is dropped.
+    """Return ``dp``, ``(T, K)``; 0 where a slot is dropped.
 
     Args:
         partial: ``(R, ⌈F / 64⌉)`` sums by row.
@@ -284,11 +286,12 @@ def launch_probs_gradient(
         topk_ids: ``(T, K)``, contiguous.
         inverse: ``(R,)`` int32 row of each slot.
         expert_start: First expert held here.
+        dtype: Of the result, to which the fp32 sum is rounded.
 
     Determinism: sums of 64 columns in ascending order.
     """
     tokens, topk = topk_ids.shape
-    dp = partial.new_empty(tokens, topk)
+    dp = partial.new_empty(tokens, topk, dtype=dtype)
     slots = 128 if down_bias is None else 16
     if dp.numel():
         _probs_gradient_kernel[(triton.cdiv(dp.numel(), slots),)](

@@ -1,0 +1,90 @@
+"""A backward that computes the first projection again: nothing kept but inputs, the same bits."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from samebits.experts import experts
+from samebits.nn import Experts
+from samebits.testing.cases import CASES
+from samebits.testing.inputs import Inputs, make_inputs, run_function
+from samebits.testing.numerics import assert_bitwise_equal
+
+pytestmark = pytest.mark.reference
+
+PROBLEM = CASES["gpt-oss-whole"]
+TOKENS = 9
+
+
+@pytest.fixture
+def inputs() -> Inputs:
+    return make_inputs(PROBLEM, TOKENS, distribution="dropped")
+
+
+@pytest.mark.parametrize("backend", ["reference", "grouped"])
+def test_gradients_have_the_same_bits(inputs: Inputs, backend: str) -> None:
+    layer = partial(experts, backend=backend)
+    expected = run_function(PROBLEM, inputs, layer)
+
+    for name, value in run_function(PROBLEM, inputs, partial(layer, recompute=True)).items():
+        assert_bitwise_equal(value, expected[name], name)
+
+
+def test_only_inputs_are_kept(inputs: Inputs) -> None:
+    x = inputs.x.requires_grad_()
+    kept: dict[bool, list[Tensor]] = {False: [], True: []}
+    for recompute, tensors in kept.items():
+
+        def pack(tensor: Tensor, tensors: list[Tensor] = tensors) -> Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            experts(x, inputs.routing, inputs.weights, recompute=recompute)
+
+    rows, width = inputs.routing.topk_ids.numel(), inputs.weights.gate_up.shape[1]
+    assert [tuple(t.shape) for t in kept[False]].count((rows, width)) == 1
+    assert sum(t.numel() for t in kept[False]) - sum(t.numel() for t in kept[True]) == rows * width
+
+
+def test_a_compiled_step_recomputes(inputs: Inputs) -> None:
+    layer = partial(experts, recompute=True)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    expected = run_function(PROBLEM, inputs, layer)
+
+    for name, value in run_function(PROBLEM, inputs, compiled).items():
+        assert_bitwise_equal(value, expected[name], name)
+
+
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_it_is_a_truth_value(inputs: Inputs, value: Any) -> None:
+    with pytest.raises(TypeError, match="recompute must be a bool"):
+        experts(inputs.x, inputs.routing, inputs.weights, recompute=value)
+    with pytest.raises(TypeError, match="recompute must be a bool"):
+        Experts(num_experts=2, hidden_size=4, intermediate_size=4, recompute=value)
+
+
+def test_a_module_has_the_option(inputs: Inputs) -> None:
+    sizes = {"num_experts": PROBLEM.E, "hidden_size": PROBLEM.H, "intermediate_size": PROBLEM.F}
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        module = Experts(**sizes, recompute=recompute)  # type: ignore[arg-type]
+        module(inputs.x.float(), inputs.routing).sum().backward()
+        results.append(module.gate_up.grad)
+
+    assert_bitwise_equal(results[1], results[0], "gate_up")
+
+
+def test_a_backward_after_one_that_failed_says_why(inputs: Inputs) -> None:
+    x = inputs.x.requires_grad_()
+    out = experts(x, inputs.routing, inputs.weights)
+    node: Any = out.grad_fn
+    # What a GPU's backward leaves where it fails after z was read.
+    node.saved_tensors[-1].untyped_storage().resize_(0)
+
+    with pytest.raises(RuntimeError, match="run the forward again"):
+        out.sum().backward()

@@ -73,11 +73,11 @@ class _Experts(torch.autograd.Function):
 
 
 def _direct(tensors: Sequence[Tensor | None]) -> bool:
-    """Return whether nothing has to see an operator: no compiler, no mode, no kind of tensor."""
+    """Return whether nothing has to see an operator: no compiler, no mode, no other tensor."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
-        and all(t is None or type(t) in _PLAIN for t in tensors)
+        and all(t is None or (type(t) in _PLAIN and not t.is_meta) for t in tensors)
     )
 
 

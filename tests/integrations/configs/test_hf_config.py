@@ -9,6 +9,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
+from transformers.models.dbrx.modeling_dbrx import DbrxFFN
 from transformers.models.step3p7.modeling_step3p7 import Step3p7SparseMoeBlock
 
 from samebits import (
@@ -73,8 +74,70 @@ TINY: dict[str, dict[str, Any]] = {
     | {"intermediate_size_mlp": 40, "interleave_moe_layer_step": 2},
     "longcat_flash": {"n_routed_experts": 4, "zero_expert_num": 3, "moe_topk": 3}
     | {"expert_ffn_hidden_size": 24, "num_layers": 2, "ffn_hidden_size": 40},
+    "afmoe": {"num_experts": 6, "num_shared_experts": 2, "num_dense_layers": 1, **MOE}
+    | {"route_scale": 1.5, "layer_types": ["sliding_attention", "full_attention"]},
+    "beam": {"num_experts": 8, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["sparse"] * 2}
+    | {"routed_scaling_factor": 2.5, **MOE},
+    "cohere2_moe": {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}
+    | {"expert_selection_fn": "sigmoid", "num_shared_experts": 2}
+    | {"shared_expert_combination_strategy": "sum", "mlp_layer_types": ["sparse"] * 2},
+    "dots3_note_text": {"n_shared_experts": 2, "shared_experts_intermediate_size": 20}
+    | {"mlp_layer_types": ["dense", "sparse"], "num_key_value_heads": 4, **GROUPED, **MOE},
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24}
+    | {"moe_layer_end_index": 1},
+    "flint": {"num_experts": 6, "shared_expert_intermediate_size": 40, **MOE}
+    | {"mlp_only_layers": [0]},
+    "glm5_next_text": {"n_shared_experts": 2, "swiglu_limit": 0.5, **GROUPED, **MOE}
+    | {"mlp_layer_types": ["dense", "sparse"], "layer_types": ["full_attention"] * 2}
+    | {"indexer_types": ["full"] * 2, "num_key_value_heads": 4},
+    "hy_v4": {"n_shared_experts": 2, "swiglu_limit": 0.5, **GROUPED, **MOE}
+    | {"mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full"] * 2},
+    "mistral4": {"n_shared_experts": 2, "routed_scaling_factor": 1.5, **GROUPED, **MOE},
+    "mistral_large4_text": {"n_shared_experts": 2, "mlp_layer_types": ["dense", "sparse"]}
+    | {"routed_scaling_factor": 1.5, "indexer_types": ["full"] * 2, **GROUPED, **MOE},
+    "granitemoeshared": {"num_local_experts": 6, "num_experts_per_tok": 3}
+    | {"intermediate_size": 24},
+    "hunyuan_v1_moe": {"num_experts": 6, "moe_topk": 3, "intermediate_size": 24},
+    "inkling2_text": {"n_routed_experts": 6, "mlp_gate_softcap": 1.0, "mlp_up_softcap": 2.0} | MOE,
+    "jamba": {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}
+    | {"use_mamba_kernels": False, "attn_layer_period": 1, "attn_layer_offset": 0},
+    "kolibri1": {"num_local_experts": 6, "shared_expert_intermediate_size": 40, **MOE}
+    | {"norm_topk_prob": True},
+    "laguna": {"num_experts": 6, "shared_expert_intermediate_size": 40, **MOE}
+    | {"moe_router_logit_softcapping": 0.5, "moe_routed_scaling_factor": 1.5}
+    | {"mlp_layer_types": ["dense", "sparse"], "layer_types": ["full_attention"] * 2}
+    | {"num_attention_heads_per_layer": [4, 4]},
+    "lara_mini": {"num_experts": 6, "shared_expert_intermediate_size": 40, **MOE},
+    "lfm2_moe": {"num_experts": 6, "num_dense_layers": 1, "routed_scaling_factor": 1.5, **MOE}
+    | {"layer_types": ["full_attention"] * 2},
+    "mellum": {"num_local_experts": 6, "mlp_layer_types": ["sparse"] * 2, **MOE},
+    "minimax": {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24},
+    "nemotron_h": {"moe_shared_expert_intermediate_size": 40, "moe_latent_size": 20}
+    | {"layers_block_type": ["full_attention", "moe"], **GROUPED, **MOE},
+    "openai_privacy_filter": {"num_local_experts": 6, "num_experts_per_tok": 3}
+    | {"intermediate_size": 24},
+    "aria_text": {"moe_num_experts": 6, "moe_topk": 3, "intermediate_size": 24},
+    "dots1": {"n_shared_experts": 2, "norm_topk_prob": True, **GROUPED, **MOE},
+    "exaone_moe": {"num_experts": 8, "num_shared_experts": 2, "n_group": 4, "topk_group": 2}
+    | {"mlp_layer_types": ["dense", "sparse"], **MOE},
+    "kimi_linear": {"num_experts": 8, "num_shared_experts": 2, "num_expert_group": 4}
+    | {"topk_group": 2, "num_experts_per_token": 3, "moe_intermediate_size": 24}
+    | {"mlp_layer_types": ["dense", "sparse"], "layer_types": ["full_attention"] * 2},
+    "mimo_v2_flash": {"mlp_layer_types": ["dense", "sparse"], **GROUPED, **MOE},
+    "qwen4_exp_text": {"num_experts": 6, "shared_expert_intermediate_size": 40, **MOE}
+    | {"layer_types": ["full_attention"] * 2, "indexer_budget": 16, "indexer_compress_ratio": 4}
+    | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8},
 }
-WITHOUT_A_LAYER = {"gemma4_text"}
+# Their layers do more than a LayerSpec says, or are held to their code elsewhere (DBRX).
+WITHOUT_A_LAYER = {
+    "gemma4_text",
+    "diffusion_gemma_text",
+    "axk1",
+    "jetmoe",
+    "muse_spark_text",
+    "phimoe",
+    "dbrx",
+}
 
 
 def _config(name: str, **options: Any) -> Any:
@@ -88,6 +151,10 @@ def _block(config: Any) -> nn.Module:
     else:
         modules = AutoModel.from_config(config).modules()
         block = [m for m in modules if "experts" in dict(m.named_children())][-1]
+    return _randomised(block)
+
+
+def _randomised(block: nn.Module) -> Any:
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.normal_(std=0.3)
@@ -106,7 +173,8 @@ def _load(spec: LayerSpec, block: nn.Module) -> nn.Module:
     """This library's layer, with the parameters of transformers' block."""
     layer = spec.moe(dtype=torch.float32)
     own: Any = block.experts
-    gate_up = own.gate_up_proj[: spec.num_experts]
+    gate_up = own.gate_up_proj if spec.activation.gated else own.up_proj
+    gate_up = gate_up[: spec.num_experts]
     layer.experts.load_weights(
         ExpertWeights.from_storage(
             gate_up,
@@ -118,21 +186,25 @@ def _load(spec: LayerSpec, block: nn.Module) -> nn.Module:
         )
     )
     with torch.no_grad():
-        routers = _named(block, "gate.weight", "router.weight", "classifier.weight")
+        routers = _named(block, "gate.weight", "router.weight", "classifier.weight", "wg.weight")
         (router,) = [t for t in routers if t.shape == layer.router.weight.shape]
         layer.router.weight.copy_(router)
         if spec.router_bias:
             layer.router.bias.copy_(*_named(block, "router.bias"))
         if spec.selection_bias:
-            layer.router.selection_bias.copy_(*_named(block, "correction_bias"))
+            (bias,) = _named(block, "correction_bias", "expert_bias")
+            layer.router.selection_bias.copy_(bias.squeeze())
         if spec.shared is not None:
             _load_shared(layer, block)
+        if spec.latent_size is not None:
+            layer.latent_down.weight.copy_(*_named(block, "fc1_latent_proj.weight"))
+            layer.latent_up.weight.copy_(*_named(block, "fc2_latent_proj.weight"))
     return layer
 
 
 def _load_shared(layer: Any, block: nn.Module) -> None:
-    shared = [m for name, m in block.named_children() if name.startswith("shared_expert")]
-    halves = _named(shared[0], "gate_proj.weight", "up_proj.weight")
+    shared = [m for name, m in block.named_children() if name.startswith("shared_")]
+    halves = _named(shared[0], "gate_proj.weight") + _named(shared[0], "up_proj.weight")
     layer.shared.gate_up.copy_(torch.cat(halves)[None])
     layer.shared.down.copy_(_named(shared[0], "down_proj.weight")[0][None])
     if layer.shared_gate is not None:
@@ -163,9 +235,49 @@ def test_the_activation_is_what_the_code_computes(name: str) -> None:
     specs = from_hf_config(config)
 
     last = specs[max(specs)]
-    assert {(p.H, p.F, p.E, p.K) for p in problems} == {(32, 24, last.num_experts, last.rule.topk)}
+    hidden = last.latent_size or last.hidden_size
+    sizes = {(p.H, p.F, p.E, p.K) for p in problems}
+    assert sizes == {(hidden, 24, last.num_experts, last.rule.topk)}
     assert {p.activation for p in problems} == {last.activation}
     assert {p.layout for p in problems} == {last.layout}
+
+
+@pytest.mark.parametrize("norm", [None, 1.0])
+def test_dbrx_computes_what_its_layer_computes(norm: float | None) -> None:
+    options = {"ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 3}
+    ffn = options | {"hidden_size": 32, "moe_normalize_expert_weights": norm}
+    config = AutoConfig.for_model("dbrx", d_model=32, n_layers=2, ffn_config=ffn)
+    block = _randomised(DbrxFFN(config))
+    spec = from_hf_config(config)[1]
+    layer = spec.moe(dtype=torch.float32)
+    gate, up, down = (
+        m.view(6, 24, 32)
+        for m in (block.experts.mlp.w1, block.experts.mlp.v1, block.experts.mlp.w2)
+    )
+    layer.experts.load_weights(
+        ExpertWeights(gate_up=torch.cat([gate, up], 1).detach(), down=down.mT.detach())
+    )
+    x = torch.randn(2, 9, 32)
+
+    with torch.no_grad():
+        layer.router.weight.copy_(block.router.layer.weight)
+        assert relative_error(layer(x), block(x)) < CLOSE
+
+
+def test_granites_shared_expert_is_beside_its_layer() -> None:
+    spec = from_hf_config(_config("granitemoeshared", shared_intermediate_size=40))[1]
+
+    assert spec.shared is not None
+    assert (spec.shared.intermediate_size, spec.shared.gate) == (40, False)
+    assert from_hf_config(_config("granitemoeshared", num_local_experts=0)) == {}
+
+
+def test_lists_of_one_number_are_that_number() -> None:
+    config = _config("hunyuan_v1_moe").to_dict()
+
+    assert from_hf_config(config | {"moe_topk": [3, 3]}) == from_hf_config(config)
+    with pytest.raises(UnsupportedError, match=r"moe_topk.* must be the same in every layer"):
+        from_hf_config(config | {"moe_topk": [3, 2]})
 
 
 def test_every_family_is_held_to_its_code() -> None:

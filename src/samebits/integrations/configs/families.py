@@ -2,103 +2,36 @@
 
 One row of ``FAMILIES`` for each way of spelling; ``MODEL_TYPES`` says which model types share it.
 What a family's code fixes without a field (gpt-oss' offset of 1, a router that always
-renormalises) stands here; everything that its configuration can change is read from it.
+renormalises) stands in its row; everything that its configuration can change is read from it.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from samebits.integrations.configs import readers
-from samebits.integrations.configs.fields import Fields
-from samebits.integrations.configs.readers import Layers, OfLayer, SharedOfLayer
+from samebits.integrations.configs import readers, rules
+from samebits.integrations.configs.family import Family
+from samebits.integrations.configs.plain_families import PLAIN_FAMILIES
 from samebits.problem import ProbPlacement
-from samebits.routing import RoutingRule
-from samebits.weights import Layout, Orientation
+from samebits.weights import Layout
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """How one family spells its layers; every function reads ``Fields``."""
-
-    # Names of F of a routed expert.
-    columns: tuple[str, ...] = ("moe_intermediate_size",)
-    rule: Callable[[Fields], RoutingRule]
-    activation: OfLayer = readers.plain
-    # The layers that have experts.
-    sparse: Layers = readers.every_layer
-    shared: SharedOfLayer = lambda fields, layer, layers: None
-    routed_scaling: Callable[[Fields], float] = lambda fields: 1.0
-    identity_experts: Callable[[Fields], int] = lambda fields: 0
-    # What a layer does that LayerSpec does not say.
-    beyond: Callable[[Fields, int], str | None] = lambda fields, layer: None
-    placement: ProbPlacement = ProbPlacement.FC2_OUTPUT
-    layout: Layout = Layout()
-    orientation: Orientation = "out_in"
-    biased: bool = False
-    router_bias: bool = False
-    selection_bias: bool = False
-    # Fields that look like options of the experts and belong to something else.
-    elsewhere: tuple[str, ...] = ()
-
-
-_DEEPSEEK_V3 = Family(
-    rule=readers.grouped_sigmoid,
-    sparse=readers.typed(readers.behind_dense),
-    shared=readers.counted_shared(readers.plain),
-    selection_bias=True,
-    elsewhere=("rope_interleave",),
-)
-_QWEN = Family(rule=readers.softmax_if_normed, sparse=readers.stepped)
-_SHARED_QWEN = Family(
-    rule=readers.softmax_if_normed,
-    sparse=readers.stepped,
-    shared=readers.sized_shared(readers.plain, "shared_expert_intermediate_size", gate=True),
-)
-
-FAMILIES: Mapping[str, Family] = {
-    "mixtral": Family(columns=("intermediate_size",), rule=readers.softmax),
-    "olmoe": Family(columns=("intermediate_size",), rule=readers.softmax_if_normed),
-    "granitemoe": Family(columns=("intermediate_size",), rule=readers.chosen_softmax),
-    "qwen3_moe": _QWEN,
-    "qwen2_moe": _SHARED_QWEN,
-    "qwen3_5_moe_text": Family(
-        rule=readers.softmax,
-        shared=readers.sized_shared(readers.plain, "shared_expert_intermediate_size", gate=True),
-    ),
-    "deepseek_v2": Family(
-        rule=readers.grouped_softmax,
-        sparse=readers.behind_dense,
-        shared=readers.counted_shared(readers.plain),
-    ),
-    "deepseek_v3": _DEEPSEEK_V3,
+# Those with a function, a placement or a part of their own.
+_OTHERS: Mapping[str, Family] = {
     "deepseek_v4": Family(
-        rule=readers.scored_by_field,
+        rule=rules.scored_by_field,
         activation=readers.pre_clamped,
         shared=readers.counted_shared(readers.pre_clamped),
         selection_bias=True,
         beyond=readers.hash_routing,
     ),
     "bailing_hybrid": Family(
-        rule=readers.grouped_sigmoid,
+        rule=rules.grouped_sigmoid,
         activation=readers.post_clamped("expert_swiglu_limit_list"),
         sparse=readers.typed(readers.behind_dense),
         shared=readers.counted_shared(readers.post_clamped("share_expert_swiglu_limit_list")),
         selection_bias=True,
     ),
-    "hy_v3": Family(
-        rule=readers.scaled_sigmoid,
-        sparse=readers.typed(readers.behind_one),
-        shared=readers.counted_shared(readers.plain),
-        selection_bias=True,
-    ),
-    "minimax_m2": Family(
-        columns=("intermediate_size",),
-        rule=readers.sigmoid,
-        selection_bias=True,
-    ),
     "minimax_m3_vl_text": Family(
         columns=("intermediate_size",),
-        rule=readers.sigmoid,
+        rule=rules.sigmoid,
         activation=readers.plain_with_offset,
         sparse=readers.typed(readers.every_layer),
         shared=readers.sized_shared(readers.plain_with_offset, "shared_intermediate_size"),
@@ -107,7 +40,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gpt_oss": Family(
         columns=("intermediate_size",),
-        rule=readers.chosen_softmax,
+        rule=rules.chosen_softmax,
         activation=readers.plain_with_offset,
         layout=Layout(interleave=1),
         orientation="in_out",
@@ -115,7 +48,7 @@ FAMILIES: Mapping[str, Family] = {
         router_bias=True,
     ),
     "step3p5": Family(
-        rule=readers.sigmoid,
+        rule=rules.sigmoid,
         activation=readers.post_clamped("swiglu_limits"),
         sparse=readers.typed(readers.listed),
         shared=readers.sized_shared(
@@ -126,7 +59,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "llama4_text": Family(
         columns=("intermediate_size",),
-        rule=readers.chosen_sigmoid,
+        rule=rules.chosen_sigmoid,
         sparse=readers.interleaved_layers,
         shared=readers.sized_shared(readers.plain, "intermediate_size"),
         placement=ProbPlacement.FC1_INPUT,
@@ -134,12 +67,111 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "longcat_flash": Family(
         columns=("expert_ffn_hidden_size", "moe_intermediate_size"),
-        rule=readers.scaled_softmax,
+        rule=rules.scaled_softmax,
         identity_experts=lambda fields: int(fields.get("zero_expert_num", default=0)),
         selection_bias=True,
     ),
+    "axk1": Family(
+        rule=rules.grouped_sigmoid,
+        sparse=readers.typed(readers.behind_dense),
+        shared=readers.counted_shared(readers.plain),
+        selection_bias=True,
+        beyond=readers.always("it normalises the sum of its experts"),
+        elsewhere=("rope_interleave",),
+    ),
+    "cohere2_moe": Family(
+        columns=("intermediate_size",),
+        rule=rules.cohere,
+        sparse=readers.typed(readers.every_layer),
+        shared=readers.counted_shared(readers.plain, "intermediate_size"),
+        beyond=readers.averaged_shared,
+    ),
+    "glm5_next_text": Family(
+        rule=rules.grouped_sigmoid,
+        activation=readers.pre_clamped,
+        sparse=readers.typed(readers.behind_dense),
+        shared=readers.counted_shared(readers.pre_clamped),
+        selection_bias=True,
+        elsewhere=("rope_interleave", "indexer_rope_interleave"),
+    ),
+    "hy_v4": Family(
+        rule=rules.grouped_sigmoid,
+        activation=readers.pre_clamped,
+        sparse=readers.typed(readers.behind_dense),
+        # The limit is that of the routed experts alone.
+        shared=readers.counted_shared(readers.plain),
+        selection_bias=True,
+        elsewhere=("rope_interleave", "indexer_rope_interleave"),
+    ),
+    "inkling2_text": Family(
+        rule=rules.scaled_sigmoid("route_scale"),
+        activation=readers.soft_capped,
+        selection_bias=True,
+        elsewhere=("final_logit_softcapping", "log_scaling_alpha"),
+    ),
+    "jetmoe": Family(
+        columns=("intermediate_size",),
+        rule=rules.chosen_softmax,
+        activation=readers.named("activation_function"),
+        beyond=readers.always("it adds one bias to the sum of its experts"),
+    ),
+    "lfm2_moe": Family(
+        rule=rules.liquid,
+        activation=readers.silu,
+        sparse=readers.behind("num_dense_layers"),
+        selection_bias=True,
+    ),
+    "muse_spark_text": Family(
+        rule=rules.scaled_sigmoid("routed_scaling_factor", eps=1e-15),
+        sparse=readers.typed(readers.every_layer),
+        latent="moe_hidden_size",
+        selection_bias=True,
+        beyond=readers.always("it scales its logits, and normalises before and behind each expert"),
+        elsewhere=("final_logit_softcapping",),
+    ),
+    "nemotron_h": Family(
+        layers=readers.number_of_blocks,
+        rule=rules.grouped_sigmoid,
+        activation=readers.named("mlp_hidden_act", gated=False),
+        sparse=readers.blocks,
+        shared=readers.sized_shared(
+            readers.named("mlp_hidden_act", gated=False), "moe_shared_expert_intermediate_size"
+        ),
+        latent="moe_latent_size",
+        selection_bias=True,
+        # Steps of the state space's clock.
+        elsewhere=("time_step_limit",),
+    ),
+    "openai_privacy_filter": Family(
+        columns=("intermediate_size",),
+        rule=rules.split_softmax,
+        activation=readers.plain_with_offset,
+        orientation="in_out",
+        biased=True,
+        router_bias=True,
+        routed_scaling=lambda fields: float(readers.topk_of(fields)),
+    ),
+    "phimoe": Family(
+        columns=("intermediate_size",),
+        rule=rules.scaled_softmax,
+        beyond=readers.always("its router masks logits by their distance from the largest"),
+    ),
+    "dbrx": Family(
+        columns=("ffn_hidden_size",),
+        layers=readers.number_of_layers,
+        hidden="d_model",
+        rule=rules.softmax_if_norm,
+        activation=readers.named("ffn_act_fn"),
+        # As `samebits convert` stores them: DBRX itself has three flattened matrices.
+        orientation="out_in",
+    ),
+    "diffusion_gemma_text": Family(
+        rule=rules.softmax,
+        beyond=readers.gemma_router,
+        elsewhere=("final_logit_softcapping", "attn_logit_softcapping"),
+    ),
     "gemma4_text": Family(
-        rule=readers.softmax,
+        rule=rules.softmax,
         sparse=lambda fields, layers: readers.every_layer(
             fields, layers if fields.get("enable_moe_block") else 0
         ),
@@ -147,6 +179,8 @@ FAMILIES: Mapping[str, Family] = {
         elsewhere=("final_logit_softcapping", "attn_logit_softcapping"),
     ),
 }
+
+FAMILIES: Mapping[str, Family] = {**PLAIN_FAMILIES, **_OTHERS}
 
 # Model types that spell their layers as a row above does.
 MODEL_TYPES: Mapping[str, str] = {name: name for name in FAMILIES} | {
@@ -159,4 +193,34 @@ MODEL_TYPES: Mapping[str, str] = {name: name for name in FAMILIES} | {
     "glm4_moe_lite": "deepseek_v3",
     "glm_moe_dsa": "deepseek_v3",
     "solar_open": "deepseek_v3",
+    "axk2": "deepseek_v3",
+    "deepseek_ocr2_text": "deepseek_v2",
+    "unlimited_ocr_text": "deepseek_v2",
+    "dots1": "deepseek_v3",
+    "exaone_moe": "deepseek_v3",
+    "flex_olmo": "olmoe",
+    "glm4v_moe_text": "deepseek_v3",
+    "granitemoe_swa": "granitemoeshared",
+    "granitemoehybrid": "granitemoeshared",
+    "hy_v4_vl_text": "hy_v4",
+    "inkling2_loop_text": "inkling2_text",
+    "kimi_linear": "deepseek_v3",
+    "mimo_v2_flash": "deepseek_v3",
+    "mistral_large4_text": "mistral4",
+    "qwen3_omni_moe_talker_text": "qwen2_moe",
+    "qwen4_exp_text": "qwen2_moe",
+    "sarvam_mla": "deepseek_v3",
+    "sarvam_moe": "deepseek_v3",
+}
+
+# Model types whose layers cannot be said in a LayerSpec, and why.
+REFUSED: Mapping[str, str] = {
+    "doge": "its experts are rows of an embedding",
+    "dots3_note_vision_encoder": "its layers differ in size, each by a configuration of its own",
+    "ernie4_5_vl_moe_text": "tokens of text and of images have experts of their own, in two sizes",
+    "inkling_text": "its shared experts take part in the router's normalisation",
+    "nllb-moe": "each expert has biases of its own and dropout",
+    "switch_transformers": "its experts drop tokens beyond a capacity, and have dropout",
+    "vitpose_backbone": "experts are chosen by data set, not by token",
+    "zaya": "its router is a network with a state from layer to layer, and may skip the experts",
 }

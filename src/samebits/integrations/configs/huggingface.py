@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from samebits.errors import UnsupportedError, must, unknown
-from samebits.integrations.configs.families import FAMILIES, MODEL_TYPES, Family
+from samebits.integrations.configs.families import FAMILIES, MODEL_TYPES, REFUSED
+from samebits.integrations.configs.family import Family
 from samebits.integrations.configs.fields import Fields
 from samebits.integrations.configs.readers import experts_of
 from samebits.integrations.configs.spec import LayerSpec
@@ -39,12 +40,14 @@ def from_hf_config(config: Any) -> dict[int, LayerSpec]:
     """
     values = _values(config)
     name = str(values.get("model_type"))
+    if name in REFUSED:
+        raise UnsupportedError(f"the layers of {name} are none of this library's: {REFUSED[name]}")
     if name not in MODEL_TYPES:
         raise UnsupportedError(unknown("model type", name, MODEL_TYPES))
     family = FAMILIES[MODEL_TYPES[name]]
     fields = Fields(values, f"the configuration of {name}")
     fields.elsewhere(*family.elsewhere)
-    layers = int(fields.get("num_hidden_layers", "num_layers"))
+    layers = family.layers(fields)
     sparse = family.sparse(fields, layers)
     specs = {layer: _layer(family, fields, layer, layers) for layer in sparse}
     fields.refuse_unread()
@@ -59,12 +62,16 @@ def _values(config: Any) -> Mapping[str, Any]:
     else:
         raise TypeError(must("config", "be a configuration or a dict", type(config).__name__))
     text = values.get("text_config")
-    return text if isinstance(text, Mapping) else values
+    values = text if isinstance(text, Mapping) else values
+    inner = values.get("ffn_config")  # DBRX keeps its experts there, with an H of their own
+    if not isinstance(inner, Mapping):
+        return values
+    return {**values, **{k: v for k, v in inner.items() if k not in ("model_type", "hidden_size")}}
 
 
 def _layer(family: Family, fields: Fields, layer: int, layers: int) -> LayerSpec:
     return LayerSpec(
-        hidden_size=int(fields.get("hidden_size")),
+        hidden_size=int(fields.get(family.hidden)),
         intermediate_size=int(fields.get(*family.columns)),
         num_experts=experts_of(fields),
         activation=family.activation(fields, layer, layers),
@@ -77,6 +84,7 @@ def _layer(family: Family, fields: Fields, layer: int, layers: int) -> LayerSpec
         selection_bias=family.selection_bias,
         shared=family.shared(fields, layer, layers),
         identity_experts=family.identity_experts(fields),
+        latent_size=None if family.latent is None else fields.get(family.latent, default=None),
         routed_scaling=family.routed_scaling(fields),
         beyond=family.beyond(fields, layer),
     )

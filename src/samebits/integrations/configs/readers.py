@@ -3,15 +3,13 @@
 Each reads ``Fields``; a row of ``FAMILIES`` puts some together.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from samebits.activation import Activation
 from samebits.errors import UnsupportedError, must
 from samebits.integrations.configs.fields import Fields, existing
 from samebits.integrations.configs.kinds import activation_of
 from samebits.integrations.configs.spec import SharedSpec
-from samebits.routing import RoutingRule
-from samebits.rule import Score
 
 # (fields, layer, number of layers) -> the function of that layer's experts.
 OfLayer = Callable[[Fields, int, int], Activation]
@@ -19,29 +17,67 @@ SharedOfLayer = Callable[[Fields, int, int], SharedSpec | None]
 # (fields, number of layers) -> those that have experts.
 Layers = Callable[[Fields, int], tuple[int, ...]]
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_TOPK = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
-# DeepSeek-V3's, and of those that followed it.
-_EPS = 1e-20
-_SCORES: Mapping[str, Score] = {
-    "softmax": "softmax",
-    "sigmoid": "sigmoid",
-    "sqrtsoftplus": "sqrt_softplus",
-}
+_TOPK = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k_experts",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+)
 
 
 def experts_of(fields: Fields) -> int:
     """Return E."""
-    return int(fields.get(*_EXPERTS))
+    return whole(fields, *_EXPERTS)
 
 
 def topk_of(fields: Fields) -> int:
     """Return K."""
-    return int(fields.get(*_TOPK))
+    return whole(fields, *_TOPK)
+
+
+def whole(fields: Fields, *names: str) -> int:
+    """Return one number, also where a list says it for each layer.
+
+    Raises:
+        UnsupportedError: It differs from layer to layer.
+    """
+    value = fields.get(*names)
+    if isinstance(value, (list, tuple)):
+        if len(set(value)) != 1:
+            raise UnsupportedError(must(" or ".join(names), "be the same in every layer", value))
+        value = value[0]
+    return int(value)
 
 
 def plain(fields: Fields, layer: int, layers: int) -> Activation:
     """Return the function that ``hidden_act`` names."""
     return activation_of(fields.get("hidden_act", "hidden_activation"))
+
+
+def silu(fields: Fields, layer: int, layers: int) -> Activation:
+    """Return the function of a family whose code has no choice."""
+    return Activation()
+
+
+def named(field: str, *, gated: bool = True) -> OfLayer:
+    """Return a reader of the function that another field names."""
+
+    def of_layer(fields: Fields, layer: int, layers: int) -> Activation:
+        value = fields.get(field)
+        return activation_of(value["name"] if isinstance(value, dict) else value, gated=gated)
+
+    return of_layer
+
+
+def soft_capped(fields: Fields, layer: int, layers: int) -> Activation:
+    """Return Inkling-2's function, bounded by two soft caps."""
+    return Activation(
+        kind="situ",
+        gate_softcap=float(fields.get("mlp_gate_softcap")),
+        up_softcap=float(fields.get("mlp_up_softcap")),
+    )
 
 
 def pre_clamped(fields: Fields, layer: int, layers: int) -> Activation:
@@ -72,100 +108,6 @@ def plain_with_offset(fields: Fields, layer: int, layers: int) -> Activation:
         limit=fields.limit("swiglu_limit", layer, layers),
         linear_offset=1.0,
     )
-
-
-def softmax(fields: Fields) -> RoutingRule:
-    """Return softmax over all, then renormalised."""
-    return RoutingRule(topk=topk_of(fields), renormalize=True)
-
-
-def softmax_if_normed(fields: Fields) -> RoutingRule:
-    """Return softmax over all, renormalised where ``norm_topk_prob`` says so."""
-    normed = fields.get("norm_topk_prob", default=False)
-    return RoutingRule(topk=topk_of(fields), renormalize=bool(normed))
-
-
-def chosen_softmax(fields: Fields) -> RoutingRule:
-    """Return softmax over the chosen logits."""
-    return RoutingRule(topk=topk_of(fields), topk_first=True)
-
-
-def chosen_sigmoid(fields: Fields) -> RoutingRule:
-    """Return the sigmoid of the chosen logits."""
-    return RoutingRule(topk=topk_of(fields), score="sigmoid", topk_first=True)
-
-
-def sigmoid(fields: Fields) -> RoutingRule:
-    """Return sigmoids, renormalised."""
-    return RoutingRule(topk=topk_of(fields), score="sigmoid", renormalize=True)
-
-
-def scaled_sigmoid(fields: Fields) -> RoutingRule:
-    """Return sigmoids, renormalised and scaled."""
-    return RoutingRule(
-        topk=topk_of(fields),
-        score="sigmoid",
-        renormalize=True,
-        renormalize_eps=_EPS,
-        scaling_factor=float(fields.get("router_scaling_factor")),
-    )
-
-
-def grouped_sigmoid(fields: Fields) -> RoutingRule:
-    """Return DeepSeek-V3's rule: a group ranks by the sum of its best two."""
-    for name, fixed in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        value = fields.get(name, default=fixed)
-        if value != fixed:
-            raise UnsupportedError(must(name, f"be {fixed} in this family", value))
-    normed = bool(fields.get("norm_topk_prob", "moe_renormalize", default=True))
-    groups = int(fields.get("n_group", "num_expert_group", default=1))
-    return RoutingRule(
-        topk=topk_of(fields),
-        score="sigmoid",
-        groups=groups,
-        topk_groups=int(fields.get("topk_group", default=1)) if groups > 1 else 1,
-        renormalize=normed,
-        renormalize_eps=_EPS if normed else 0.0,
-        scaling_factor=float(fields.get("routed_scaling_factor", default=1.0)),
-    )
-
-
-def grouped_softmax(fields: Fields) -> RoutingRule:
-    """Return DeepSeek-V2's rule: a group ranks by its best; probabilities are not renormalised."""
-    fields.refuse("norm_topk_prob", "is not what transformers' DeepSeek-V2 computes")
-    method = fields.get("topk_method", default="greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise UnsupportedError(must("topk_method", "be greedy or group_limited_greedy", method))
-    groups = int(fields.get("n_group", default=1)) if method == "group_limited_greedy" else 1
-    return RoutingRule(
-        topk=topk_of(fields),
-        groups=groups,
-        topk_groups=int(fields.get("topk_group", default=1)) if groups > 1 else 1,
-        group_topk=1 if groups > 1 else 2,
-        scaling_factor=float(fields.get("routed_scaling_factor", default=1.0)),
-    )
-
-
-def scored_by_field(fields: Fields) -> RoutingRule:
-    """Return DeepSeek-V4's rule: the score function is a field."""
-    if not fields.get("norm_topk_prob", default=True):
-        raise UnsupportedError(must("norm_topk_prob", "be True in this family", False))
-    score = fields.get("scoring_func", default="sqrtsoftplus")
-    if score not in _SCORES:
-        raise UnsupportedError(must("scoring_func", f"be one of {', '.join(_SCORES)}", score))
-    return RoutingRule(
-        topk=topk_of(fields),
-        score=_SCORES[score],
-        renormalize=True,
-        renormalize_eps=_EPS,
-        scaling_factor=float(fields.get("routed_scaling_factor", default=1.0)),
-    )
-
-
-def scaled_softmax(fields: Fields) -> RoutingRule:
-    """Return softmax over all, scaled."""
-    factor = float(fields.get("routed_scaling_factor", default=1.0))
-    return RoutingRule(topk=topk_of(fields), scaling_factor=factor)
 
 
 def every_layer(fields: Fields, layers: int) -> tuple[int, ...]:
@@ -213,19 +155,67 @@ def interleaved_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     return existing(layers, range(step - 1, layers, step) if listed is None else listed)
 
 
+def behind(field: str) -> Layers:
+    """Return a reader of the layers behind as many dense ones as ``field`` says."""
+    return lambda fields, layers: tuple(range(int(fields.get(field, default=0)), layers))
+
+
+def ranged(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Return ERNIE's layers: every n-th of a range, both ends included."""
+    step = int(fields.get("moe_layer_interval", default=1))
+    start = int(fields.get("moe_layer_start_index", default=0))
+    end = fields.get("moe_layer_end_index", default=-1)
+    end = layers - 1 if int(end) < 0 else int(end)
+    return existing(layers, (i for i in range(start, end + 1) if (i + 1) % step == 0))
+
+
+def periodic(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Return Jamba's layers, every n-th from an offset."""
+    if experts_of(fields) == 1:
+        return ()
+    period = int(fields.get("expert_layer_period"))
+    return existing(layers, range(int(fields.get("expert_layer_offset")), layers, period))
+
+
+def blocks(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Return the layers that Nemotron-H lists as such."""
+    kinds = fields.get("layers_block_type", "layer_types")
+    return tuple(i for i, kind in enumerate(kinds) if kind == "moe")
+
+
+def where_experts(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Return all layers, or none where E is 0."""
+    return tuple(range(layers)) if experts_of(fields) else ()
+
+
+def number_of_layers(fields: Fields) -> int:
+    """Return how many layers the model has."""
+    return int(fields.get("num_hidden_layers", "num_layers", "n_layers"))
+
+
+def number_of_blocks(fields: Fields) -> int:
+    """Return how many blocks Nemotron-H lists."""
+    return len(fields.get("layers_block_type", "layer_types"))
+
+
 def behind_one(fields: Fields, layers: int) -> tuple[int, ...]:
     """Return every layer but the first."""
     return tuple(range(1, layers))
 
 
-def counted_shared(activation: OfLayer, *names: str) -> SharedOfLayer:
-    """Return a reader of shared experts that are a number of routed sizes."""
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+
+
+def counted_shared(
+    activation: OfLayer, size_of_one: str = "moe_intermediate_size"
+) -> SharedOfLayer:
+    """Return a reader of shared experts that are a number of sizes, usually of a routed one."""
 
     def shared(fields: Fields, layer: int, layers: int) -> SharedSpec | None:
-        count = int(fields.get(*(names or ("n_shared_experts", "num_shared_experts")), default=0))
+        count = int(fields.get(*_SHARED, default=0))
         if not count:
             return None
-        size = count * int(fields.get("moe_intermediate_size"))
+        size = count * int(fields.get(size_of_one))
         return SharedSpec(intermediate_size=size, activation=activation(fields, layer, layers))
 
     return shared
@@ -250,6 +240,19 @@ def hash_routing(fields: Fields, layer: int) -> str | None:
     first = int(fields.get("num_hash_layers", default=3)) if types is None else 0
     hashed = layer < first if types is None else types[layer] == "hash_moe"
     return "its choice is a table of token ids (hash routing)" if hashed else None
+
+
+def always(what: str) -> Callable[[Fields, int], str | None]:
+    """Return a reader that says what every layer of a family does besides."""
+    return lambda fields, layer: what
+
+
+def averaged_shared(fields: Fields, layer: int) -> str | None:
+    """Say where Cohere's shared experts are averaged with the routed ones."""
+    strategy = fields.get("shared_expert_combination_strategy", default="sum")
+    if not fields.get(*_SHARED, default=0) or strategy == "sum":
+        return None
+    return f"its shared experts and the routed sum are combined by {strategy}"
 
 
 def gemma_router(fields: Fields, layer: int) -> str | None:

@@ -142,7 +142,8 @@ def checked(
     )
     options = Options(
         activation,
-        ProbPlacement(placement),
+        # Made only of a string: torch 2.10 cannot trace the making of a member.
+        placement if isinstance(placement, ProbPlacement) else ProbPlacement(placement),
         weights.layout,
         weights.norm,
         None if out_dtype == x.dtype else out_dtype,

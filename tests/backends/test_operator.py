@@ -62,13 +62,13 @@ def test_gradients_have_the_strides_that_the_compiler_is_told(backend: str) -> N
         num_valid_tokens=None,
     )
     options = Options(Activation(), ProbPlacement.FC2_OUTPUT, Layout(), None, None, backend)
-    _, z = torch.ops.samebits.experts_forward(*call[:INPUTS], options.text, num_experts, 0, True)
+    _, z = torch.ops.samebits.experts_forward(*call[:INPUTS], options.text(), num_experts, 0, True)
     wanted = [getattr(call, name) is not None for name in DIFFERENTIABLE]
     arguments = (
         *call[:INPUTS],
         z,
         torch.rand(tokens, hidden),
-        options.text,
+        options.text(),
         num_experts,
         0,
         wanted,

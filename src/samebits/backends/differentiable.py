@@ -159,7 +159,7 @@ def run(
     """
     if destination is not None:
         require_type("weight_gradients", destination, Destination)
-    arguments = (*call[:INPUTS], options.text, num_experts, expert_start)
+    arguments = (*call[:INPUTS], options.text(), num_experts, expert_start)
     tensors = {name: t for name in DIFFERENTIABLE if (t := getattr(call, name)) is not None}
     eager = not torch.compiler.is_compiling()
     if eager and any(unpack_dual(t).tangent is not None for t in tensors.values()):

@@ -12,7 +12,7 @@ from samebits.weights import Layout, PostExpertNorm
 
 
 class Options(NamedTuple):
-    """What a call is besides its tensors; ``text`` is how it enters an operator."""
+    """What a call is besides its tensors; ``text()`` is how it enters an operator."""
 
     activation: Activation
     placement: ProbPlacement
@@ -22,7 +22,7 @@ class Options(NamedTuple):
     backend: str
     format: FormatPair | None = None
 
-    @property
+    # A method: torch 2.10 cannot trace a property of a named tuple.
     def text(self) -> str:
         """Canonical spelling, made of strings only so that it can be traced."""
         norm = "" if self.norm is None else self.norm.key

@@ -108,7 +108,7 @@ def parallel_experts(
         call.topk_ids,
         num_valid_tokens=num_valid_tokens,
         wishes=wishes,
-        agreement=f"{options.text}|H={call.x.shape[1]}|{call.x.dtype}|{ranks.bounds}",
+        agreement=f"{options.text()}|H={call.x.shape[1]}|{call.x.dtype}|{ranks.bounds}",
     )
     layer = _Layer(route, options)
     if not route.wishes:
@@ -160,7 +160,7 @@ class _Layer:
             y, z = rows.new_empty(rows.shape), rows.new_empty(0, call.gate_up.shape[1])
         else:
             y, z = torch.ops.samebits.experts_forward(
-                *there[:_INPUTS], self._inner().text, call.down.shape[0], 0, save
+                *there[:_INPUTS], self._inner().text(), call.down.shape[0], 0, save
             )
         out = combine(
             route.back(y),
@@ -202,7 +202,7 @@ class _Layer:
                 **{n: torch.zeros_like(t) for n, t in tensors.items() if t is not None}
             )
         found = torch.ops.samebits.experts_backward(
-            *there[:_INPUTS], z, dout, self._inner().text, there.down.shape[0], 0, wanted
+            *there[:_INPUTS], z, dout, self._inner().text(), there.down.shape[0], 0, wanted
         )
         by_name = dict(zip(DIFFERENTIABLE, found, strict=True))
         return Gradients(**{n: by_name[n] for n in names if getattr(there, n) is not None})

@@ -7,8 +7,8 @@
 
 Rows are written as they come to ``benchmarks/results/stale-<device>-torch-<version>.json``; a
 second run goes on where the first ended, and redoes what ``--first`` cut short. Exit code 1: a
-program that this torch gets wrong was not found, or a right one was reported. Two cores take about
-a minute for each program.
+program that this torch gets wrong was not found, a right one was reported, or one was not run. Two
+cores take about a minute for each program.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import importlib
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,6 +41,8 @@ from samebits.checks.compile.target import Target, TargetError  # noqa: E402
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 REMEDIED = ("clamped_swiglu", "rms_norm_scaled")
+# What no run should end with; a program that was not run was not judged.
+BAD = ("missed", "false alarm", "fail", "not_run")
 OWN = ("remedies", "self-test")
 # What stands before the colon of a program's name.
 MODULES = {
@@ -231,9 +234,16 @@ def main() -> int:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(lambda action: record.add(action()), work(arguments, record)))
     rows = [r for r in record.values["rows"] if r["group"].partition(" ")[0] in arguments.groups]
-    bad = [row for row in rows if row["verdict"] in ("missed", "false alarm", "fail")]
-    print(f"{len(rows)} rows, {len(bad)} missed or false, in {record.path}")
-    return int(bool(bad))
+    counts = Counter("stopped" if stopped(row, rows) else row["verdict"] for row in rows)
+    print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()), "in", record.path)
+    return int(not rows or any(counts[verdict] for verdict in BAD))
+
+
+def stopped(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
+    """Return whether ``--first`` left a row out because the program's other row was enough."""
+    key = (row["group"], row["program"])
+    others = [r for r in rows if (r["group"], r["program"]) == key and r is not row]
+    return row["verdict"] == "not_run" and any(r.get("first") and r.get("stale") for r in others)
 
 
 if __name__ == "__main__":

@@ -133,6 +133,12 @@ def tensor_and_int():
     return (torch.randn(4, 8), 3), {}
 
 
+def inputs_by_cuda():
+    if torch.cuda._is_in_bad_fork():
+        torch.cuda._lazy_init()
+    return tensor_and_int()
+
+
 def tensor_limit():
     return (torch.randn(4, 8), torch.tensor(0.5)), {}
 

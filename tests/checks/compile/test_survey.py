@@ -98,3 +98,12 @@ def test_no_candidate_is_zero_or_one(value):
 
 def test_objects_of_a_module_are_targets():
     assert load(Target("programs:closure", "programs:one_tensor"))[0] is programs.closure
+
+
+def test_a_fork_that_cuda_refuses_is_replaced_by_a_fresh_process(tmp_path, monkeypatch):
+    # What forked copies see of a process that has touched CUDA on import.
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+
+    found = surveyed(tmp_path, "programs:forgetful_launch", "programs:inputs_by_cuda")
+
+    assert [r["path"] for r in found["remembers"]] == ["step"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from samebits.checks.compile.evaluate import Wanted
+from samebits.checks.compile.place import Number
 from samebits.checks.compile.sequence import Option, Phase, Scenario
 from samebits.checks.compile.target import Target
 
@@ -17,7 +18,8 @@ OUT_OF_BUDGET = "the budget ran out"
 class Job:
     """The work of one process."""
 
-    kind: Literal["survey", "run", "reproduce"]
+    # "look" and "begin" are steps of a survey in a process of their own.
+    kind: Literal["survey", "look", "begin", "run", "reproduce"]
     target: Target
     # For files of this audit.
     folder: str
@@ -31,6 +33,8 @@ class Job:
     compiled: bool = False
     # Scenario -> tensor -> distance of the very first call.
     first: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    # Of the kind "begin": path and value of the number that the process is to begin with.
+    begin: tuple[str, Number] | None = None
     # Of the kind "reproduce": the wrong call, and whether the source is copied into the script.
     fault: "StepRecord | None" = None
     inline: bool = True
@@ -52,6 +56,8 @@ class Job:
         values: dict[str, Any] = json.loads(path.read_text())
         values["target"] = Target(**values["target"])
         values["scenarios"] = tuple(_scenario(s) for s in values["scenarios"])
+        if values["begin"] is not None:
+            values["begin"] = tuple(values["begin"])
         if values["fault"] is not None:
             values["fault"] = StepRecord(**values["fault"])
         return Job(**values)

@@ -54,6 +54,8 @@ def environment() -> dict[str, str]:
         OMP_NUM_THREADS="1",
         TORCHINDUCTOR_COMPILE_THREADS="1",
         PYTHONPATH=":".join(dict.fromkeys(paths)),
+        # Asks for devices in a way that leaves CUDA usable in forked processes.
+        PYTORCH_NVML_BASED_CUDA_CHECK="1",
         TORCH_LOGS=None,
         TORCHINDUCTOR_FORCE_DISABLE_CACHES=None,
     )
@@ -65,7 +67,7 @@ def ask(job: Job, deadline: Deadline) -> dict[str, Any]:
     if not process.wait(deadline):
         return {"error": "", "late": True}
     if not Path(job.output).exists():
-        return {"error": f"the survey ended with code {process.code}: {process.last_words()}"}
+        return {"error": f"its process ended with code {process.code}: {process.last_words()}"}
     found: dict[str, Any] = json.loads(Path(job.output).read_text())
     return found
 

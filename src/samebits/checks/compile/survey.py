@@ -1,21 +1,22 @@
 """In a process of its own: find the numbers, and values of each that change the eager result.
 
-The numbers are tried in forked copies of a process that has only imported the target, so that a
-launcher that remembers its first value (helion#2793) shows itself: a copy that begins with another
-value ends with another result for the same value.
+The numbers are tried in copies of a process that has only imported the target, so that a launcher
+that remembers its first value (helion#2793) shows itself: a copy that begins with another value
+ends with another result for the same value. A copy is forked, or started afresh where a fork could
+not use CUDA any more.
 """
 
 import json
 import os
 import traceback
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from samebits.checks.compile import discover
+from samebits.checks.compile import discover, process
 from samebits.checks.compile.compare import allowed_for, effect
 from samebits.checks.compile.discover import Call
 from samebits.checks.compile.evaluate import Wanted, attempt, evaluate, grown
@@ -33,26 +34,91 @@ from samebits.checks.result import FOREIGN_ERRORS
 Tensors = dict[str, torch.Tensor]
 
 
+# A forked copy that CUDA refuses ends with this code.
+_NO_CUDA = 77
+
+
 def survey(job: Job) -> dict[str, Any]:
     """Return what is known of a job's target before anything is compiled, as JSON values."""
-    function, factory = load(job.target)
-    folder = Path(job.folder)
-    found = _forked(lambda: _look(function, factory, folder), folder)
+    copies = _Copies(job)
+    found = copies.run("look")
     found["remembers"] = []
-    if "error" in found or not hasattr(os, "fork"):
+    if "error" in found:
         return found
-    control = _forked(lambda: _first(function, factory, folder, None, []), folder)
+    control = copies.run("begin")
     if control.get("effect", 1.0) > found["rounding"]:
         return found | {"error": "the eager function gives another result in another process"}
     for number in found["numbers"]:
         path = number["path"]
         for first in _firsts(number):
-            begin = partial(_first, function, factory, folder, path, [first])
-            copy = _forked(begin, folder)
+            copy = copies.run("begin", (path, first))
             if copy.get("effect", 0.0) > found["rounding"]:
                 found["remembers"].append({"path": path, "first": first} | copy)
                 break
     return found
+
+
+def copy_of(job: Job) -> dict[str, Any]:
+    """Return what a copy of the survey is asked for, as JSON values."""
+    function, factory = load(job.target)
+    return _answer(job, function, factory)
+
+
+def _answer(job: Job, function: Callable[..., Any], factory: Factory) -> dict[str, Any]:
+    folder = Path(job.folder)
+    if job.kind == "look":
+        return _look(function, factory, folder)
+    return _first(function, factory, folder, job.begin)
+
+
+class _Copies:
+    """Runs each step in a process that has imported the target and called nothing."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = replace(job, output=str(Path(job.folder) / "copy.json"))
+        self._function, self._factory = load(job.target)
+        self._forks = hasattr(os, "fork") and not torch.cuda.is_initialized()
+
+    def run(
+        self, kind: Literal["look", "begin"], begin: tuple[str, Number] | None = None
+    ) -> dict[str, Any]:
+        """Return the answer of a copy."""
+        job = replace(self._job, kind=kind, begin=begin)
+        Path(job.output).unlink(missing_ok=True)
+        if self._forks:
+            code = self._fork(job)
+            if code != _NO_CUDA:
+                if not Path(job.output).exists():
+                    return {"error": "the process that ran the eager function died"}
+                found: dict[str, Any] = json.loads(Path(job.output).read_text())
+                return found
+            self._forks = False
+        return process.ask(job, process.Deadline(None))
+
+    def _fork(self, job: Job) -> int:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                _leave_where_cuda_is_needed()
+                found = guarded(lambda: _answer(job, self._function, self._factory))
+                Path(job.output).write_text(json.dumps(found))
+                code = 0
+            finally:  # the copy must not go on as its parent does
+                os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _leave_where_cuda_is_needed() -> None:
+    """End this forked process where it begins to use CUDA that its parent has touched."""
+    initialize: Callable[[], None] = torch.cuda._lazy_init
+
+    def lazy_init() -> None:
+        if torch.cuda._is_in_bad_fork():
+            os._exit(_NO_CUDA)
+        initialize()
+
+    torch.cuda._lazy_init = lazy_init
 
 
 def prepare(function: Callable[..., Any], factory: Factory, *, second_shape: bool = False) -> Call:
@@ -164,17 +230,15 @@ def _first(
     function: Callable[..., Any],
     factory: Factory,
     folder: Path,
-    path: str | None,
-    begin: list[Number],
+    begin: tuple[str, Number] | None,
 ) -> dict[str, Any]:
     """Return how far the result for the own values is from the surveyed one, after ``begin``."""
     call = prepare(function, factory)
     for place in discover.leaves(call):
-        if place.path == path:
+        if begin is not None and place.path == begin[0]:
             own = place.get()
-            for value in begin:
-                attempt(lambda p=place, v=value: p.set(v))  # type: ignore[misc]
-                attempt(lambda: eager(call, None))
+            attempt(lambda p=place: p.set(begin[1]))  # type: ignore[misc]
+            attempt(lambda: eager(call, None))
             place.set(own)
     return {"effect": effect(eager(call, None), torch.load(folder / "eager.pt"))}
 
@@ -190,25 +254,6 @@ def _brings_nan(got: Tensors, result: Tensors) -> bool:
         for name, tensor in got.items()
         if name in result
     )
-
-
-def _forked(action: Callable[[], dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """Return what ``action`` returns in a forked copy of this process (here, where none can be)."""
-    if not hasattr(os, "fork"):
-        return guarded(action)
-    answer = folder / "answer.json"
-    answer.unlink(missing_ok=True)
-    child = os.fork()
-    if child == 0:
-        try:
-            answer.write_text(json.dumps(guarded(action)))
-        finally:  # the copy must not go on as its parent does
-            os._exit(0)
-    os.waitpid(child, 0)
-    if not answer.exists():
-        return {"error": "the process that ran the eager function died"}
-    found: dict[str, Any] = json.loads(answer.read_text())
-    return found
 
 
 def guarded(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:

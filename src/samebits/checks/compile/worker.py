@@ -58,16 +58,26 @@ class Session:
         return self.places[shape][path]
 
 
+# Jobs with one answer.
+_ONCE: Mapping[str, Callable[[Job], dict[str, Any]]] = {
+    "survey": survey.survey,
+    "look": survey.copy_of,
+    "begin": survey.copy_of,
+    "reproduce": reproducer.write,
+}
+
+
 def main(arguments: list[str]) -> int:
     """Run the job in the file named first, and return 0; a target that cannot be used gives 2."""
     job = Job.read(Path(arguments[0]))
     torch.set_num_threads(1)
-    if job.kind != "run":
-        action = survey.survey if job.kind == "survey" else reproducer.write
+    if job.kind != "survey":
+        # A survey forks: it must have no threads.
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    if action := _ONCE.get(job.kind):
         found = survey.guarded(lambda: action(job))
         Path(job.output).write_text(json.dumps(found))
         return 0
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     _compile_quickly()
     detectors = Detectors()
     detectors.install()
@@ -221,6 +231,8 @@ def _time(candidate: remedies.Candidate, call: Call, wanted: Wanted | None) -> f
     for _ in range(_TIMED_CALLS):
         start = time.perf_counter()
         evaluate(call, candidate.run, wanted, candidate.prepare)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return sorted(times)[len(times) // 2] * 1e6
 

@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 from parallel_cells import time_cell, warm_cell
 
-from samebits import ExpertWeights, ProbPlacement, Routing, env
+from samebits import ExpertWeights, Layout, ProbPlacement, Routing, env
 from samebits.parallel import parallel_experts
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "tests/parallel"))
 import rank_programs as programs  # noqa: E402  found by the line above
+from tensor_programs import run as run_cut  # noqa: E402
+from tensor_programs import tensor_bits  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -50,6 +52,11 @@ def check_cases(size, place):
     made.append(programs.Case(**sizes, dtype=BF16, backend="fused", out_dtype=FP32))
     made.append(programs.Case(**sizes, dtype=BF16, backend="fused", ids=0))
     return made
+
+
+def cut_cases(cases, size):
+    """Return cases of tensor parallelism: each rank holds a part of each expert."""
+    return [(replace(case, columns=128 * size), Layout()) for case in cases[:9:3]]
 
 
 def with_capacity(cases):
@@ -104,17 +111,22 @@ def warm(index, jobs, cells):
     torch.cuda.set_device(device)
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    work = [("case", c) for c in check_cases(2, "cuda")] + [("cell", c) for c in cells]
+    group = dist.new_group([0], backend="nccl")
+    cases = check_cases(2, "cuda")
+    work = [("cell", c) for c in cells] + [("case", c) for c in cases]
+    work += [("cut", c) for c in cut_cases(cases, 2)]
     for kind, what in work[index::jobs]:
-        if kind == "case":
-            case = of_one(what)
-            given = programs.draw(case, device)
-            programs.one_rank(case, given)
-            group = dist.new_group([0], backend="nccl")
-            programs.over_ranks(case, given, programs.ranks_of(case, group, device))
+        if kind == "cell":
+            warm_cell(*what, device)
+            continue
+        case, layout = what if kind == "cut" else (what, Layout())
+        case = of_one(case)
+        given = programs.draw(case, device)
+        programs.one_rank(case, given, layout)
+        if kind == "cut":
+            run_cut(case, given, layout, group)
         else:
-            shape, tokens = what
-            warm_cell(shape, tokens, device)
+            programs.over_ranks(case, given, programs.ranks_of(case, group, device))
     torch.cuda.synchronize()
 
 
@@ -137,7 +149,7 @@ def main():
         "--cells",
         default="qwen3-30b:4096,qwen3-30b:16384,deepseek-v3:4096,deepseek-v3:16384",
     )
-    parser.add_argument("--jobs", type=int, default=14)
+    parser.add_argument("--jobs", type=int, default=16)
     parser.add_argument("--warm", type=int)
     parser.add_argument("--soak", type=int, default=20)
     parser.add_argument("--no-graph", action="store_true")
@@ -192,6 +204,7 @@ def checks(arguments, place, size):
     composed = [c for c in cases if c.out_dtype is None]
     wrong += programs.same_bits_composed(composed[:3], place)
     wrong += programs.overflow(place, "auto")
+    wrong += tensor_bits(cut_cases(cases, size), place)
     return wrong + programs.soak(2, arguments.soak, place, "auto")
 
 

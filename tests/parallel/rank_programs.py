@@ -12,11 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samebits import Activation, ExpertWeights, ProbPlacement, Routing, experts, grouped_experts
+from samebits import (
+    Activation,
+    ExpertWeights,
+    Layout,
+    ProbPlacement,
+    Routing,
+    experts,
+    grouped_experts,
+)
 from samebits.parallel import Capacity, Ranks, combine, dispatch, parallel_experts
 
 PARAMETERS = ("gate_up", "down", "gate_up_bias", "down_bias")
 _PLAIN = Activation()
+_HALVES = Layout()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +103,8 @@ def leaves(given: Tensors, wanted: tuple[str, ...] | None) -> Tensors:
     return {n: t.clone().requires_grad_(n in names) for n, t in given.items()}
 
 
-def weights_of(tensors: Tensors) -> ExpertWeights:
-    return ExpertWeights(**{n: tensors[n] for n in PARAMETERS})
+def weights_of(tensors: Tensors, layout: Layout = _HALVES) -> ExpertWeights:
+    return ExpertWeights(**{n: tensors[n] for n in PARAMETERS}, layout=layout)
 
 
 def found(tensors: Tensors, out: Tensor) -> Tensors:
@@ -104,12 +113,12 @@ def found(tensors: Tensors, out: Tensor) -> Tensors:
     return {"out": out.detach(), **grads}
 
 
-def one_rank(case: Case, given: Tensors) -> Tensors:
+def one_rank(case: Case, given: Tensors, layout: Layout = _HALVES) -> Tensors:
     tensors = leaves(given, None)
     out = experts(
         tensors["x"],
         Routing(tensors["topk_ids"], tensors["topk_probs"]),
-        weights_of(tensors),
+        weights_of(tensors, layout),
         case.activation,
         placement=case.placement,
         backend=case.backend,

@@ -12,3 +12,5 @@ from samebits.parallel.ranks import Ranks as Ranks
 from samebits.parallel.ranks import expert_bounds as expert_bounds
 from samebits.parallel.style import ExpertParallel as ExpertParallel
 from samebits.parallel.style import ParallelExperts as ParallelExperts
+from samebits.parallel.tensor import tensor_parallel_experts as tensor_parallel_experts
+from samebits.parallel.tensor_weights import TensorParallelWeights as TensorParallelWeights

@@ -1,0 +1,81 @@
+from itertools import product
+
+import pytest
+import torch
+
+from rank_processes import Processes
+from rank_programs import Case
+from samebits import Activation, ExpertWeights, Layout, PostExpertNorm, ProbPlacement
+from samebits.parallel import TensorParallelWeights
+from tensor_programs import tensor_bits, tensor_values
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = [Layout(), Layout(interleave=1), Layout(up_first=True)]
+
+
+def cases(dtype: torch.dtype) -> list[tuple[Case, Layout]]:
+    sizes = {"tokens": (11,), "bounds": (0, 4), "columns": 256, "dtype": dtype}
+    made = [
+        (Case(**sizes, placement=placement), layout)
+        for placement, layout in zip(ProbPlacement, LAYOUTS, strict=True)
+    ]
+    made.append((Case(**sizes, activation=Activation(kind="relu", gated=False)), Layout()))
+    made.append((Case(**{**sizes, "tokens": (0,)}), Layout()))
+    return made
+
+
+def nothing(results: list[list[str]]) -> bool:
+    differing = [line for lines in results for line in lines]
+    assert differing == []
+    return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_do_not_depend_on_the_number_of_ranks(
+    two_ranks: Processes, dtype: torch.dtype
+) -> None:
+    assert nothing(two_ranks.run(tensor_bits, cases(dtype)))
+
+
+def test_four_ranks(four_ranks: Processes) -> None:
+    assert nothing(four_ranks.run(tensor_bits, cases(torch.float32)[:3]))
+
+
+def test_values_are_those_of_experts(two_ranks: Processes) -> None:
+    assert nothing(two_ranks.run(tensor_values, cases(torch.float64)))
+
+
+def weights(columns: int, hidden: int) -> ExpertWeights:
+    return ExpertWeights(
+        gate_up=torch.zeros(2, 2 * columns, hidden), down=torch.zeros(2, hidden, columns)
+    )
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match=r"F that is a multiple of 64 \* 2 .*, got 64"):
+        TensorParallelWeights.shard(weights(64, 8), 0, 2)
+    with pytest.raises(ValueError, match="H that is a multiple of 2, got 7"):
+        TensorParallelWeights.shard(weights(128, 7), 0, 2)
+    normed = ExpertWeights(
+        gate_up=torch.zeros(2, 256, 8),
+        down=torch.zeros(2, 8, 128),
+        norm=PostExpertNorm(eps=1e-5),
+        norm_scale=torch.ones(8),
+    )
+    with pytest.raises(NotImplementedError, match="a post-expert norm takes its mean"):
+        TensorParallelWeights.shard(normed, 0, 2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_parts_hold_gate_and_up_of_the_same_columns(layout: Layout) -> None:
+    gate, up = torch.arange(256.0), torch.arange(256.0) + 1000
+    halves = ExpertWeights(
+        gate_up=torch.cat([gate, up])[None, :, None].expand(1, 512, 2).contiguous(),
+        down=torch.zeros(1, 2, 256),
+    )
+    for rank, size in product(range(2), [2]):
+        part = TensorParallelWeights.shard(halves.to_layout(layout), rank, size)
+
+        columns = torch.arange(128.0) + 128 * rank
+        assert torch.equal(part.gate_up[0, :, 0], torch.cat([columns, columns + 1000]))

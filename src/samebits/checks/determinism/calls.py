@@ -13,6 +13,8 @@ from torch import Tensor
 
 from samebits.activation import Activation
 from samebits.experts import experts
+from samebits.formats.descriptor import WeightFormat
+from samebits.formats.packing import quantize_matrix
 from samebits.ops.indirect_gemm import tuning
 from samebits.ops.indirect_gemm.tuning import Config
 from samebits.problem import DTYPES, Problem
@@ -92,6 +94,20 @@ def _used(tiles: Any) -> list[Tensor]:
         count,
         *(torch.where(torch.arange(len(c), device=c.device) < count, c, 0) for c in columns),
     ]
+
+
+def dequantize(held: str, columns: int, device: torch.device) -> Call:
+    """Return a call that makes dense matrices; one expert of four has no rows."""
+    from samebits.ops.dequantize.kernel import launch_dequantize
+
+    draw = _Draw(device, columns)
+    matrix = quantize_matrix(draw.normal(4, 300, columns), WeightFormat.parse(held))
+    offsets = torch.tensor([0, 3, 3, 7, 9], dtype=torch.int32, device=device)
+
+    def call() -> Tensor:
+        return launch_dequantize(matrix, torch.bfloat16, offsets)[[0, 2, 3]]
+
+    return call
 
 
 def move(tokens: int, hidden: int, topk: int, dtype: torch.dtype, device: torch.device) -> Call:

@@ -9,12 +9,14 @@ from samebits.activation import Activation
 from samebits.checks.determinism import calls
 from samebits.checks.determinism.variant import Variant
 from samebits.ops.activation import tuning as activation_tuning
+from samebits.ops.dequantize import tuning as dequantize_tuning
 from samebits.ops.permute import tuning as permute_tuning
 from samebits.problem import DTYPES
 from samebits.weights import Layout
 
 ACTIVATION = "ops/activation/kernel.py:"
 PERMUTE = "ops/permute/kernel.py:"
+DEQUANTIZE = "ops/dequantize/kernel.py:"
 
 GPT_OSS = Activation(alpha=1.702, limit=7.0, linear_offset=1.0)
 # Families of the activation; those with probabilities have their gradient, "bias" that of a bias.
@@ -37,6 +39,7 @@ def operations() -> Iterator[Variant]:
         for hidden, topk in ((2048, 8), (2880, 4), (7168, 1)):
             for tokens in (16, 4096):
                 yield move(tokens, hidden, topk, dtype)
+    yield from map(dequantize, ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4"))
     for family in FAMILIES:
         for dtype in ("bf16", "fp16", "fp32"):
             seen: list[Any] = []
@@ -80,6 +83,17 @@ def move(tokens: int, hidden: int, topk: int, dtype: str) -> Variant:
         kernels=[*(PERMUTE + name for name in names), *sort_kernels(tokens * topk)],
         config=shape | {"dtype": dtype} | dict.fromkeys(names, config),
         prepare=partial(calls.move, tokens, hidden, topk, DTYPES[dtype]),
+    )
+
+
+def dequantize(held: str) -> Variant:
+    """Return the pass that makes dense matrices of quantised ones."""
+    columns = 2880
+    return Variant(
+        name=f"dequantize {held}",
+        kernels=[f"{DEQUANTIZE}_dequantize_kernel"],
+        config={"format": held, "K": columns, "tile": asdict(dequantize_tuning.heuristic(columns))},
+        prepare=partial(calls.dequantize, held, columns),
     )
 
 

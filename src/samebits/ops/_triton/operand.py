@@ -1,9 +1,78 @@
 """What a kernel loads an expert's matrices through: a tensor descriptor, or pointers."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from samebits.formats.matrix import QuantizedMatrix
+
+
+class MatrixOperand(NamedTuple):
+    """The arguments of a projection's kernel that stand for (E, N, K) matrices."""
+
+    # A descriptor, or a tensor.
+    source: Any
+    # Of the tensor; zeros for a descriptor.
+    strides: tuple[int, ...]
+    # True where source is a descriptor.
+    described: bool
+    # True where rows are not contiguous.
+    transposed: bool
+    # Where quantised: scales, their three strides, the factor of each expert or None.
+    scales: tuple[Any, ...] = (None,) * 5
+    # Where quantised: kinds of values and scales, rows and columns of a block.
+    format: tuple[Any, ...] | None = None
+
+
+def matrix_operand(
+    w: Tensor, box: tuple[int, int] | None, *, halves: bool = False
+) -> MatrixOperand:
+    """Return the operand of dense matrices; see ``weight_operand``."""
+    source, strides, described = weight_operand(w, box, halves=halves)
+    return MatrixOperand(source, strides, described, transposed=w.stride(2) != 1)
+
+
+def quantized_operand(matrix: QuantizedMatrix, box: tuple[int, int]) -> MatrixOperand:
+    """Return the operand of quantised matrices whose ``words`` a descriptor can read.
+
+    Args:
+        matrix: The matrices.
+        box: Rows and contraction of a tile.
+
+    Raises:
+        ValueError: The hardware's rules forbid a descriptor of the words.
+
+    Determinism: pure function of addresses and strides.
+    """
+    held, values = matrix.format, words(matrix)
+    descriptor = None if values is None else _descriptor(values, box[0], box[1] // 4, halves=False)
+    if descriptor is None:
+        raise ValueError(f"no descriptor reads {held} values of strides {matrix.values.stride()}")
+    scales = (stored_scales(matrix), *matrix.scales.stride(), matrix.global_scale)
+    kinds = (held.values, held.scales, held.rows, held.columns)
+    return MatrixOperand(descriptor, (0, 0, 0), True, False, scales, kinds)
+
+
+def stored_scales(matrix: QuantizedMatrix) -> Tensor:
+    """Return the scales as kernels load them: bytes, or fp32."""
+    scales = matrix.scales
+    return scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
+
+
+def words(matrix: QuantizedMatrix) -> Tensor | None:
+    """Return the values as (E, N, K / 4) words of four columns, or None where they are none.
+
+    int32 words of E4M3, int16 words of E2M1; a descriptor of them has to be possible.
+    """
+    values = matrix.values
+    strides = [s * values.element_size() for s in values.stride()[:2]]
+    if matrix.columns % 4 or values.stride(2) != 1 or values.numel() == 0:
+        return None
+    if values.data_ptr() % 16 or any(s % 16 for s in strides):
+        return None
+    return values.view(torch.int32 if matrix.format.values == "e4m3" else torch.int16)
 
 
 def weight_operand(

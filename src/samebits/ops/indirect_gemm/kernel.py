@@ -12,6 +12,7 @@ together (``GROUP``). One fp32 accumulator per output element, the contraction a
 split: every tile shape, operand order (``SWAP``: weights as the first operand, for few rows) and
 load path gives the same bits. Rows past a tile's end are loaded from row 0 and never stored.
 A tile of at most ``SHORT`` rows (the last of an expert) is computed with that many.
+Quantised matrices (``FORMAT``) are upcast on their way, see ``samebits.ops._triton.quantized``.
 """
 
 import triton
@@ -19,9 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from samebits.activation import Activation
+from samebits.formats.matrix import QuantizedMatrix
+from samebits.formats.weights import Parameters
 from samebits.ops._triton.columns import store_gate_up
 from samebits.ops._triton.launch import recordable
-from samebits.ops._triton.operand import row_operand, weight_operand
+from samebits.ops._triton.operand import matrix_operand, quantized_operand, row_operand
 from samebits.ops._triton.product import (
     contract,
     contract_described,
@@ -29,10 +32,10 @@ from samebits.ops._triton.product import (
     stored_columns,
     tile_of_position,
 )
+from samebits.ops._triton.quantized import contract_quantized
 from samebits.ops.activation.tiles import TileOptions, act_tile, glu_tile
 from samebits.ops.indirect_gemm.tuning import Config
 from samebits.ops.permute.tuning import Tiles
-from samebits.weights import ExpertWeights
 
 
 @triton.jit
@@ -56,6 +59,8 @@ def _first_tile(
     h_ptr, z_ptr, slots_ptr,
     expert, first_row, end, block,
     H, F, topk, values,
+    scales_ptr, stride_se, stride_sn, stride_sk, global_ptr,
+    FORMAT: tl.constexpr,
     GATHER: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
@@ -78,7 +83,14 @@ def _first_tile(
     source = slots // topk if GATHER else tl.where(live, rows, 0)
     a_ptrs = x_ptr + (source.to(tl.int64) * stride_xt)[:, None]
 
-    if SWAP and PAIRED and TMA:
+    if FORMAT is not None:
+        place = block * BLOCK_F
+        acc = contract_quantized(
+            a_ptrs, live, w, scales_ptr, stride_se, stride_sn, stride_sk, global_ptr, expert,
+            place + place // span * span if PAIRED else block * STEP, span, PARTS * F, H,
+            FORMAT, 2 if PAIRED else 1, BLOCK_R, BLOCK_F if PAIRED else BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    elif SWAP and PAIRED and TMA:
         acc = contract_halves(
             a_ptrs, w, expert, block * STEP, F, H,
             TRANSPOSED, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
@@ -126,12 +138,14 @@ def _first_tile(
 
 
 @recordable
-@triton.jit
+@triton.jit(do_not_specialize=["stride_se", "stride_sn"])
 def _first_projection_kernel(
     x_ptr, stride_xt, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
     h_ptr, z_ptr,
     slots_ptr, tile_expert_ptr, tile_row_ptr, tile_end_ptr, tiles_ptr,
     H, F, topk, values,
+    scales_ptr, stride_se, stride_sn, stride_sk, global_ptr,
+    FORMAT: tl.constexpr,
     GATHER: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
@@ -151,14 +165,14 @@ def _first_projection_kernel(
             _first_tile(
                 x_ptr, stride_xt, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
                 h_ptr, z_ptr, slots_ptr, expert, first_row, end, block, H, F, topk, values,
-                GATHER, KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
+                scales_ptr, stride_se, stride_sn, stride_sk, global_ptr, FORMAT, GATHER, KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
                 TMA, TRANSPOSED, SWAP, K_TAIL, SHORT, BLOCK_F, BLOCK_K,
             )  # fmt: skip
         else:
             _first_tile(
                 x_ptr, stride_xt, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
                 h_ptr, z_ptr, slots_ptr, expert, first_row, end, block, H, F, topk, values,
-                GATHER, KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
+                scales_ptr, stride_se, stride_sn, stride_sk, global_ptr, FORMAT, GATHER, KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
                 TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_F, BLOCK_K,
             )  # fmt: skip
 
@@ -169,6 +183,8 @@ def _second_tile(
     y_ptr, slots_ptr,
     expert, first_row, end, block,
     F, H,
+    scales_ptr, stride_se, stride_sn, stride_sk, global_ptr,
+    FORMAT: tl.constexpr,
     H_TMA: tl.constexpr,
     TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr, K_TAIL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -176,7 +192,15 @@ def _second_tile(
     """Compute ``BLOCK_N`` columns of up to ``BLOCK_R`` rows from ``first_row`` on."""
     rows = first_row + tl.arange(0, BLOCK_R)
     live = rows < end
-    if H_TMA:
+    if FORMAT is not None:
+        source = tl.where(live, rows, 0).to(tl.int64)
+        acc = contract_quantized(
+            h_ptr + (source * F)[:, None], live, w,
+            scales_ptr, stride_se, stride_sn, stride_sk, global_ptr,
+            expert, block * BLOCK_N, 0, H, F,
+            FORMAT, 1, BLOCK_R, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    elif H_TMA:
         acc = contract_described(
             h_ptr, first_row, w, stride_we, stride_wn, stride_wk, expert, block * BLOCK_N, H, F,
             TMA, TRANSPOSED, BLOCK_R, BLOCK_N, BLOCK_K,
@@ -204,12 +228,14 @@ def _second_tile(
 
 
 @recordable
-@triton.jit
+@triton.jit(do_not_specialize=["stride_se", "stride_sn"])
 def _second_projection_kernel(
     h_ptr, short_h_ptr, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
     y_ptr,
     slots_ptr, tile_expert_ptr, tile_row_ptr, tile_end_ptr, tiles_ptr,
     F, H,
+    scales_ptr, stride_se, stride_sn, stride_sk, global_ptr,
+    FORMAT: tl.constexpr,
     H_TMA: tl.constexpr,
     TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr, K_TAIL: tl.constexpr,
     GROUP: tl.constexpr, SHORT: tl.constexpr,
@@ -226,13 +252,13 @@ def _second_projection_kernel(
             _second_tile(
                 short_h_ptr, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
                 y_ptr, slots_ptr, expert, first_row, end, block, F, H,
-                H_TMA, TMA, TRANSPOSED, SWAP, K_TAIL, SHORT, BLOCK_N, BLOCK_K,
+                scales_ptr, stride_se, stride_sn, stride_sk, global_ptr, FORMAT, H_TMA, TMA, TRANSPOSED, SWAP, K_TAIL, SHORT, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             _second_tile(
                 h_ptr, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
                 y_ptr, slots_ptr, expert, first_row, end, block, F, H,
-                H_TMA, TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
+                scales_ptr, stride_se, stride_sn, stride_sk, global_ptr, FORMAT, H_TMA, TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
 
@@ -240,7 +266,7 @@ def launch_first_projection(
     x: Tensor,
     slots: Tensor,
     tiles: Tiles,
-    weights: ExpertWeights,
+    weights: Parameters,
     activation: Activation,
     probs: Tensor | None,
     config: Config,
@@ -268,15 +294,20 @@ def launch_first_projection(
     each = halves and config.swap
     described = config.tma and (halves or not paired)
     box = (config.block_n // 2 if each else config.block_n, config.block_k) if described else None
-    source, strides, tma = weight_operand(w, box, halves=halves and not each)
+    if isinstance(w, QuantizedMatrix):
+        matrix = quantized_operand(w, (block_f if paired else config.block_n, config.block_k))
+    else:
+        matrix = matrix_operand(w, box, halves=halves and not each)
     tile = TileOptions.of(activation, x.dtype)
     _first_projection_kernel[_grid(tiles, columns, block_f, config)](
-        x, x.stride(0), source, *strides, bias, probs,
+        x, x.stride(0), matrix.source, *matrix.strides, bias, probs,
         h, z,
         slots, tiles.expert, tiles.row, tiles.end, tiles.count,
         hidden, columns, topk, tile.scalars,
+        *matrix.scales, FORMAT=matrix.format,
         GATHER=gather, **tile.flags, INTERLEAVE=interleave, UP_FIRST=layout.up_first,
-        TMA=tma, TRANSPOSED=w.stride(2) != 1, SWAP=config.swap, K_TAIL=hidden % config.block_k != 0,
+        TMA=matrix.described, TRANSPOSED=matrix.transposed, SWAP=config.swap,
+        K_TAIL=hidden % config.block_k != 0,
         GROUP=config.group, SHORT=config.short,
         BLOCK_R=config.block_r, BLOCK_F=block_f, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
@@ -288,7 +319,7 @@ def launch_second_projection(
     h: Tensor,
     slots: Tensor,
     tiles: Tiles,
-    w: Tensor,
+    w: Tensor | QuantizedMatrix,
     bias: Tensor | None,
     probs: Tensor | None,
     config: Config,
@@ -300,6 +331,7 @@ def launch_second_projection(
         slots: ``(R,)`` int32 slot of each row; read with ``probs`` only.
         tiles: Tiles of ``config.block_r`` rows.
         w: ``(E, N, K)``, any strides: ``down``, or ``gate_up`` seen transposed for gradients.
+            Quantised ones need a ``config`` of ``tuning.quantized_heuristic``.
         bias: ``(E, N)``.
         probs: Factor of the bias, by slot.
         config: Tile.
@@ -312,21 +344,24 @@ def launch_second_projection(
     y = h.new_empty(rows, columns)
     if rows == 0:
         return y
-    box = (config.block_n, config.block_k) if config.tma else None
-    source, strides, tma = weight_operand(w, box)
-    wide = tma and not config.swap
+    if isinstance(w, QuantizedMatrix):
+        matrix = quantized_operand(w, (config.block_n, config.block_k))
+    else:
+        matrix = matrix_operand(w, (config.block_n, config.block_k) if config.tma else None)
+    wide = matrix.described and not config.swap
     operand, h_tma = row_operand(h, (config.block_r, config.block_k) if wide else None)
     # Tiles of few rows have a box of their own.
     short = h
     if h_tma and config.short:
         short, _ = row_operand(h, (config.short, config.block_k))
     _second_projection_kernel[_grid(tiles, columns, config.block_n, config)](
-        operand, short if config.short else None, source, *strides, bias, probs,
+        operand, short if config.short else None, matrix.source, *matrix.strides, bias, probs,
         y,
         slots, tiles.expert, tiles.row, tiles.end, tiles.count,
         contraction, columns,
+        *matrix.scales, FORMAT=matrix.format,
         H_TMA=h_tma,
-        TMA=tma, TRANSPOSED=w.stride(2) != 1, SWAP=config.swap,
+        TMA=matrix.described, TRANSPOSED=matrix.transposed, SWAP=config.swap,
         K_TAIL=contraction % config.block_k != 0,
         GROUP=config.group, SHORT=config.short,
         BLOCK_R=config.block_r, BLOCK_N=config.block_n, BLOCK_K=config.block_k,

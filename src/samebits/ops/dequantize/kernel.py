@@ -1,0 +1,96 @@
+"""One pass over quantised matrices at the speed of a copy; see ``samebits.ops.dequantize``."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from samebits.formats.matrix import QuantizedMatrix
+from samebits.ops._triton.decoding import e2m1_numbers, scale_factors
+from samebits.ops._triton.launch import recordable
+from samebits.ops._triton.operand import stored_scales
+from samebits.ops.dequantize.tuning import Config, heuristic
+
+
+@recordable
+@triton.jit(do_not_specialize=["stride_se", "stride_sn"])
+def _dequantize_kernel(
+    values_ptr, stride_ve, stride_vn, stride_vk,
+    scales_ptr, stride_se, stride_sn, stride_sk, global_ptr, offsets_ptr,
+    w_ptr, N, K,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    VALUES: tl.constexpr = FORMAT[0]
+    SCALE_ROWS: tl.constexpr = FORMAT[2]
+    SCALE_COLUMNS: tl.constexpr = FORMAT[3]
+    expert = tl.program_id(1)
+    if offsets_ptr is not None:
+        if tl.load(offsets_ptr + expert) == tl.load(offsets_ptr + expert + 1):
+            return
+    column_blocks = tl.cdiv(K, BLOCK_K)
+    n = (tl.program_id(0) // column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    first = tl.program_id(0) % column_blocks * BLOCK_K
+    known = (n < N)[:, None]
+    e = expert.to(tl.int64)
+    row_ptrs = values_ptr + e * stride_ve + n[:, None] * stride_vn
+    k = first + tl.arange(0, BLOCK_K)
+    if VALUES == "e4m3":
+        numbers = tl.load(
+            row_ptrs + k[None, :].to(tl.int64) * stride_vk, mask=known & (k < K)[None, :]
+        )
+        numbers = numbers.to(tl.float32)
+    else:
+        byte = first // 2 + tl.arange(0, BLOCK_K // 2)
+        inside = known & (byte < tl.cdiv(K, 2))[None, :]
+        packed = tl.load(row_ptrs + byte[None, :].to(tl.int64) * stride_vk, mask=inside, other=0)
+        packed = packed.to(tl.uint32)
+        numbers = tl.join(e2m1_numbers(packed & 15), e2m1_numbers(packed >> 4))
+        numbers = tl.reshape(numbers, (BLOCK_N, BLOCK_K))
+    column = (first + tl.arange(0, BLOCK_K // GROUP) * GROUP) // SCALE_COLUMNS
+    scale_ptrs = scales_ptr + e * stride_se + (n // SCALE_ROWS)[:, None] * stride_sn
+    inside = known & (column < tl.cdiv(K, SCALE_COLUMNS))[None, :]
+    scales = tl.load(scale_ptrs + column[None, :].to(tl.int64) * stride_sk, mask=inside, other=0)
+    factor = None
+    if global_ptr is not None:
+        factor = tl.load(global_ptr + expert)
+    scales = scale_factors(scales, factor, FORMAT[1])
+    spread = tl.broadcast_to(scales[:, :, None], (BLOCK_N, BLOCK_K // GROUP, GROUP))
+    w = (numbers * tl.reshape(spread, (BLOCK_N, BLOCK_K))).to(w_ptr.dtype.element_ty)
+    w_ptrs = w_ptr + (e * N + n)[:, None] * K + k[None, :]
+    tl.store(w_ptrs, w, mask=known & (k < K)[None, :])
+
+
+def launch_dequantize(
+    matrix: QuantizedMatrix,
+    dtype: torch.dtype,
+    offsets: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """Return ``(E, N, K)`` in ``dtype``, contiguous.
+
+    Args:
+        matrix: Quantised matrices, any strides.
+        dtype: bf16, fp16 or fp32.
+        offsets: ``(E + 1,)``: experts without rows stay unwritten. None writes all.
+        config: Tile; None takes that of ``tuning.heuristic``.
+
+    Determinism: elementwise; the same bits for every config.
+    """
+    experts, rows, columns = matrix.shape
+    values, held = matrix.values, matrix.format
+    w = torch.empty(matrix.shape, dtype=dtype, device=values.device)
+    if w.numel() == 0:
+        return w
+    config = heuristic(columns) if config is None else config
+    # The largest power of two of neighbours that share a scale, whatever the tile's first column.
+    group = min(held.columns & -held.columns, config.block_k)
+    blocks = triton.cdiv(rows, config.block_n) * triton.cdiv(columns, config.block_k)
+    _dequantize_kernel[(blocks, experts)](
+        values, *values.stride(),
+        stored_scales(matrix), *matrix.scales.stride(), matrix.global_scale, offsets,
+        w, rows, columns,
+        FORMAT=(held.values, held.scales, held.rows, held.columns),
+        GROUP=group, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        num_warps=config.num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return w

@@ -20,7 +20,6 @@ from tune_indirect_gemm import timed, weights_of
 
 from samebits.activation import Activation
 from samebits.ops.hidden_gradient.kernel import launch_hidden_gradient
-from samebits.ops.hidden_gradient.tuning import Config as Hidden
 from samebits.ops.indirect_gemm.kernel import launch_first_projection, launch_second_projection
 from samebits.ops.permute.kernel import launch_metadata, launch_permute, launch_tiles
 from samebits.ops.weight_gradient.kernel import launch_order, launch_weight_gradient
@@ -88,12 +87,11 @@ STAGES = ["hidden", "input", "down", "gate_up", "first"]
 def short(c):
     if isinstance(c, Outer):
         tile = f"{c.block_m}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages}"
-        how = "".join(f" {k}" for k in ("tma", "boxed", "stored") if getattr(c, k))
+        how = "".join(f" {k}" for k in ("tma", "stored") if getattr(c, k))
         return f"{tile} g{c.group} p{c.programs}{how}"
     form = "swap" if c.swap else "rows"
     tile = f"{c.block_r}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages} g{c.group}"
-    how = f" slice {c.slice}{' prefetch' * c.prefetch}" if isinstance(c, Hidden) else ""
-    return f"{form} {tile}{how}"
+    return f"{form} {tile}"
 
 
 def measure(name, tokens, weights):

@@ -32,6 +32,8 @@ def measure(compiled: Any) -> list[int]:
     ptx = compiled.asm["ptx"]
     accesses = re.findall(r"(?:ld|st)\.global(?:\.[a-z0-9_:]+)*?(\.v\d)?\.b(\d+)", ptx)
     widths = [int(many[2:] or 1) * int(bits) // 8 for many, bits in accesses]
+    # A box is stored in one piece.
+    widths += [16] * ("cp.async.bulk.tensor" in ptx and ".global.shared::cta" in ptx)
     registers, stack = (int(group) for group in found.groups())
     return [registers, stack, compiled.metadata.shared, max(widths)]
 

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.compile
 
 SCRIPT = Path(__file__).with_name("cubins_gradients.py")
 # Compiled anew each time; ``python tests/ops/cubins_gradients.py --record`` makes the rest.
-AGAIN = ("hidden-32x128x64-4w-4s", "weight-64x128x32-4w")
+AGAIN = ("hidden-32x128x64-4w-4s", "weight-128x128x32-4w")
 SHARED_SM_90 = 227 * 1024
 
 

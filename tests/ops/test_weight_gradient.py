@@ -47,6 +47,20 @@ def test_products_equal_the_reference(transposed, config) -> None:
     assert_bitwise_equal(dw[0], torch.zeros(40, 72))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_tile_that_leaves_through_a_box_has_the_same_bits(transposed) -> None:
+    a, b = _rows(40, 0).half(), _rows(72, 1).half()
+    order, results = launch_order(OFFSETS), []
+    for stored in (False, True):
+        shape = (4, 72, 40) if transposed else (4, 40, 72)
+        dw = torch.full(shape, float("nan"), dtype=torch.float16)
+        seen = dw.transpose(1, 2) if transposed else dw
+        config = replace(TILE, stored=stored)
+        results.append(launch_weight_gradient(a, b, OFFSETS, order, seen, config))
+
+    assert_bitwise_equal(results[1], results[0])
+
+
 def test_a_neighbour_that_is_not_finite_changes_nothing() -> None:
     a, b = _rows(40, 0), _rows(72, 1)
     expected = torch.empty(4, 40, 72)

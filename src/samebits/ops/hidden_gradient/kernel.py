@@ -19,25 +19,12 @@ from samebits.ops._triton.operand import row_operand, weight_operand
 from samebits.ops._triton.product import contract, contract_described, tile_of_position
 from samebits.ops._triton.rows import add_neighbours, sum_ascending, sum_of_64_columns
 from samebits.ops.activation.tiles import TileOptions, glu_derivative_tile, slope_tile
-from samebits.ops.hidden_gradient.tuning import Config
+from samebits.ops.indirect_gemm.tuning import Config
 from samebits.ops.permute.tuning import Tiles
 from samebits.weights import Layout
 
-# Bytes of a cache line.
-_LINE = tl.constexpr(128)
-
-
-@triton.jit
-def _prefetch(rows_ptr, width, column, live, BLOCK_N: tl.constexpr):
-    """Bring ``BLOCK_N`` columns of live rows near; nothing waits for them, nothing is computed."""
-    PER_LINE: tl.constexpr = _LINE * 8 // rows_ptr.dtype.element_ty.primitive_bitwidth
-    columns = column + tl.arange(0, BLOCK_N // PER_LINE)[None, :] * PER_LINE
-    # Rows and columns that do not exist: those of the first that do.
-    places = tl.where(live & (columns < width), columns, column)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [rows_ptr + places],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+# Columns of a tile that are finished at a time.
+SLICE = 32
 
 
 @triton.jit
@@ -108,7 +95,7 @@ def _hidden_gradient_kernel(
     HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
     INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
     TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr, K_TAIL: tl.constexpr,
-    PREFETCH: tl.constexpr, SLICE: tl.constexpr, GROUP: tl.constexpr,
+    SLICE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.load(tiles_ptr)
@@ -122,14 +109,6 @@ def _hidden_gradient_kernel(
         live = rows < tl.load(tile_end_ptr + tile)
         slots = tl.load(slots_ptr + rows, mask=live, other=0)
         column = block * BLOCK_N
-        if PREFETCH:
-            z_rows = z_ptr + tl.where(live, rows, first_row).to(tl.int64)[:, None] * width
-            if GATED and INTERLEAVE == 0:
-                _prefetch(z_rows, F, column, live[:, None], BLOCK_N)
-                _prefetch(z_rows + F, F, column, live[:, None], BLOCK_N)
-            else:
-                PARTS: tl.constexpr = 2 if GATED else 1
-                _prefetch(z_rows, width, PARTS * column, live[:, None], PARTS * BLOCK_N)
 
         if DESCRIBED:
             dh = contract_described(
@@ -261,7 +240,7 @@ def launch_hidden_gradient(
         GATHER=gather, DESCRIBED=described, **tile.flags,
         INTERLEAVE=layout.interleave or 0, UP_FIRST=layout.up_first,
         TMA=tma, TRANSPOSED=w.stride(2) != 1, SWAP=config.swap, K_TAIL=hidden % config.block_k != 0,
-        PREFETCH=config.prefetch, SLICE=config.slice, GROUP=config.group,
+        SLICE=SLICE, GROUP=config.group,
         BLOCK_R=config.block_r, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
     )  # fmt: skip

@@ -2,8 +2,9 @@
 
 A program owns ``[BLOCK_M, BLOCK_N]`` of one expert's matrix and walks down its rows, BLOCK_K at a
 time from the expert's first. Steps that fill BLOCK_K go through tensor descriptors; the last one
-goes through pointers, since a box cannot stop at the expert's last row. The longest expert comes
-first, so that no program ends with it.
+goes through pointers, since a box cannot stop at the expert's last row. A tile leaves through a box
+where it can: that frees registers, for one more program a processor, and nothing waits for it. The
+longest expert comes first, so that no program ends with it.
 """
 
 import torch
@@ -46,8 +47,7 @@ def _weight_gradient_kernel(
     dw, dw_ptr, stride_e, stride_m, stride_n,
     order_ptr, offsets_ptr,
     E, M, N,
-    DESCRIBED: tl.constexpr, BOXED: tl.constexpr, STORED: tl.constexpr,
-    ACCUMULATE: tl.constexpr, GROUP: tl.constexpr,
+    DESCRIBED: tl.constexpr, STORED: tl.constexpr, ACCUMULATE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row_blocks, column_blocks = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -64,19 +64,11 @@ def _weight_gradient_kernel(
             for row in range(start, rest, BLOCK_K):
                 left, right = a.load([row, m]), b.load([row, n])
                 acc = tl.dot(left.T, right, acc, input_precision="ieee")
-        if DESCRIBED and BOXED:
-            if rest < end:
-                # Boxes that reach into the next expert's rows, which may hold anything.
-                inside = (rest + tl.arange(0, BLOCK_K) < end)[:, None]
-                left = tl.where(inside, a.load([rest, m]), 0.0)
-                right = tl.where(inside, b.load([rest, n]), 0.0)
-                acc = tl.dot(left.T, right, acc, input_precision="ieee")
-        else:
-            for row in range(rest, end, BLOCK_K):
-                rows = row + tl.arange(0, BLOCK_K)
-                left = _masked(a_ptr, stride_ar, rows, end, m, M, BLOCK_M)
-                right = _masked(b_ptr, stride_br, rows, end, n, N, BLOCK_N)
-                acc = tl.dot(left.T, right, acc, input_precision="ieee")
+        for row in range(rest, end, BLOCK_K):
+            rows = row + tl.arange(0, BLOCK_K)
+            left = _masked(a_ptr, stride_ar, rows, end, m, M, BLOCK_M)
+            right = _masked(b_ptr, stride_br, rows, end, n, N, BLOCK_N)
+            acc = tl.dot(left.T, right, acc, input_precision="ieee")
 
         if STORED:
             tile = acc.to(dw_ptr.dtype.element_ty).reshape(1, BLOCK_M, BLOCK_N)
@@ -178,14 +170,15 @@ def launch_weight_gradient(
     if work == 0:
         return dw
     described = left_described and right_described
-    box = (config.block_m, config.block_n) if config.stored and not accumulate else None
-    target, _, stored = weight_operand(dw_seen, box)
+    # A wider dtype would need twice the shared memory.
+    stored = config.stored and not accumulate and dw.element_size() == 2 and n > 1
     stored = stored and dw_seen.stride(2) == 1
+    box = (config.block_m, config.block_n) if stored else None
+    target, _, stored = weight_operand(dw_seen, box)
     _weight_gradient_kernel[(min(work, config.programs),)](
         left if described else a, a, a.stride(0), right if described else b, b, b.stride(0),
         target, dw_seen, *dw_seen.stride(), order, offsets, experts, m, n,
-        DESCRIBED=described, BOXED=config.boxed, STORED=stored,
-        ACCUMULATE=accumulate, GROUP=config.group,
+        DESCRIBED=described, STORED=stored, ACCUMULATE=accumulate, GROUP=config.group,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
     )  # fmt: skip

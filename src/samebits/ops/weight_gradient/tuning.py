@@ -18,8 +18,6 @@ class Config:
     group: int = 8
     # Read through tensor descriptors where alignment allows.
     tma: bool = True
-    # The last step of an expert through descriptors too, masked in registers.
-    boxed: bool = False
     # Write through a tensor descriptor where alignment allows.
     stored: bool = False
     # Programs of a persistent grid, at most.
@@ -38,22 +36,28 @@ UNMEASURED = Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages
 # expert, on average.
 TABLE: tuple[tuple[float, Config], ...] = (
     (
-        100.0,
+        48.0,
         Config(
-            block_m=64, block_n=128, block_k=32, num_warps=4, num_stages=3, programs=1 << 20
+            block_m=128, block_n=128, block_k=32, num_warps=4, num_stages=2, stored=True,
+            programs=1 << 20,
         ),
     ),
     (
-        300.0,
+        640.0,
+        # Three programs a processor.
         Config(
-            block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3, programs=1 << 20
+            block_m=128, block_n=128, block_k=32, num_warps=4, num_stages=2, stored=True,
+            programs=396,
         ),
     ),
     (
         1100.0,
         Config(block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3, programs=264),
     ),
-    (float("inf"), Config(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3)),
+    (
+        float("inf"),
+        Config(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, stored=True),
+    ),
 )  # fmt: skip
 
 

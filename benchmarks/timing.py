@@ -120,3 +120,26 @@ def compile_in_processes(*command: str) -> list[int]:
     share = [sys.executable, *command, "--compile-share"]
     workers = [subprocess.Popen([*share, str(i), str(processes)]) for i in range(processes)]
     return [worker.wait() for worker in workers]
+
+
+def captured(function: Callable[[int], Any], sets: int, repeats: int) -> torch.cuda.CUDAGraph:
+    """Return a graph of ``repeats`` calls with the number of each set of inputs."""
+    for which in range(sets):
+        function(which)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for which in range(sets):
+                function(which)
+    graph.replay()
+    return graph
+
+
+def replayed(graphs: Sequence[torch.cuda.CUDAGraph], calls: int, rounds: int = 5) -> list[float]:
+    """Return the median ms of a call of each graph; each round replays every graph once."""
+    times: list[list[float]] = [[] for _ in graphs]
+    for _ in range(rounds):
+        for found, graph in zip(times, graphs, strict=True):
+            found.append(_replay_ms(graph.replay) / calls)
+    return [statistics.median(found) for found in times]

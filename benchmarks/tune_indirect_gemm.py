@@ -8,14 +8,13 @@ others. Weights of different experts are read in turn, so that few-token times a
 
 import argparse
 import json
-import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import triton
-from timing import compile_in_processes
+from timing import captured, compile_in_processes, replayed
 
 from samebits.activation import Activation
 from samebits.ops.indirect_gemm.kernel import launch_first_projection, launch_second_projection
@@ -37,10 +36,10 @@ def rows(block_r, block_n, block_k, warps, stages, group=8, short=0):
     )  # fmt: skip
 
 
-def streamed(block_r, block_n, block_k, warps, stages, swap, short=0):
+def streamed(block_r, block_n, block_k, warps, stages, swap, short=0, group=1):
     return Config(
         block_r=block_r, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages,
-        swap=swap, group=1, programs=1 << 20, short=short,
+        swap=swap, group=group, programs=1 << 20, short=short,
     )  # fmt: skip
 
 
@@ -55,16 +54,12 @@ ROWS = [
     rows(64, 256, 64, 8, 4),
     rows(64, 128, 64, 4, 4),
 ]
-# The last tile of an expert at half its size.
+# The last tile of an expert with fewer rows.
 SHORT = [
-    rows(128, 256, 64, 8, 3, short=64),
     rows(128, 256, 64, 8, 3, 16, short=64),
     rows(128, 256, 64, 8, 4, short=64),
-    rows(128, 256, 64, 8, 4, 16, short=64),
     rows(128, 128, 64, 4, 4, short=64),
-    rows(128, 128, 64, 8, 4, short=64),
-    streamed(128, 256, 64, 8, 4, True, short=64),
-    streamed(128, 256, 64, 8, 4, True, short=32),
+    *(streamed(128, 256, 64, 8, 4, True, rest, group) for rest in (32, 64) for group in (1, 4, 8)),
 ]
 SWAPPED = {
     16: [
@@ -102,8 +97,9 @@ def candidates(rows_per_expert):
         return [*swapped[16], *swapped[32], *SMALL, *POINTED]
     if rows_per_expert <= 40:
         return [*swapped[32], *swapped[64]]
-    few = swapped[64][-4:] if rows_per_expert <= 100 else []
-    return [*few, *swapped[128], *ROWS, *SHORT]
+    if rows_per_expert <= 300:
+        return [*swapped[128], ROWS[2], *ROWS[-3:], *SHORT]
+    return [*ROWS[:4], *SHORT[:2], SHORT[5]]
 
 
 class Case:
@@ -150,28 +146,6 @@ def short(c):
     return f"{form} {tile}{path}"
 
 
-def timed(function, sets, repeats):
-    """Return the median ms of one call, over graph replays that rotate through the sets."""
-    for which in range(sets):
-        function(which)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for which in range(sets):
-                function(which)
-    graph.replay()
-    times = []
-    for _ in range(5):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / (repeats * sets))
-    return statistics.median(times)
-
-
 def measure(name, tokens, weights):
     problem = MODELS[name]
     sets = 4 if tokens <= 1024 else 1
@@ -187,8 +161,9 @@ def measure(name, tokens, weights):
         rows_of_weights = 2 * problem.F if stage == "first" else problem.F
         flop = 2 * slots * problem.H * rows_of_weights
         byte = 2 * case.touched * problem.H * rows_of_weights
+        repeats = min(max(1, int(1e12 / max(flop, byte * 150)) // sets), 50)
+        graphs, captures = [], []
         for config in found:
-            repeats = min(max(1, int(2e12 / max(flop, byte * 150)) // sets), 50)
             try:
                 if stage == "first":
                     value, expected = case.first(0, config), reference_h[0]
@@ -197,15 +172,15 @@ def measure(name, tokens, weights):
                     value, expected = case.second(0, config, reference_h), reference_y
                     run = lambda w, config=config: case.second(w, config, reference_h)  # noqa: E731
                 same = bool(torch.equal(value[:live], expected[:live]))
-                ms = timed(run, sets, repeats)
-            except (triton.runtime.errors.OutOfResources, RuntimeError) as error:
+                graphs.append(captured(run, sets, repeats))
+            except triton.runtime.errors.OutOfResources as error:
                 results.append({**about, "config": repr(config), "error": str(error)[:120]})
-                if "illegal" in str(error) or "CUDA error" in str(error):
-                    raise
                 continue
-            speed = {"tflops": flop / ms / 1e9, "tbs": byte / ms / 1e9}
             tile = {"config": repr(config), "block_r": config.block_r, "short": short(config)}
-            results.append({**about, **tile, **speed, "ms": ms, "same_bits": same})
+            captures.append({**about, **tile, "same_bits": same})
+        for row, ms in zip(captures, replayed(graphs, repeats * sets), strict=True):
+            speed = {"ms": ms, "tflops": flop / ms / 1e9, "tbs": byte / ms / 1e9}
+            results.append(row | speed)
     return results
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from samebits.backends import BACKENDS
 from samebits.backends.call import DIFFERENTIABLE, Call
 from samebits.ops.permute import kernel as permute
-from samebits.ops.slot_gemm import tuning as slot_tuning
 from samebits.problem import Problem, ProbPlacement
 from samebits.routing import Permutation
 from samebits.testing.cases import CASES
@@ -86,8 +85,6 @@ def test_the_first_projection_is_computed_again() -> None:
 
 @pytest.mark.parametrize("name", ["gpt-oss-whole", "interleave-16", "local-experts", "counted"])
 def test_a_few_tokens_need_no_sort(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The interpreter knows no second launch that starts early.
-    monkeypatch.setattr(slot_tuning, "TILES", slot_tuning.TILES._replace(early=False))
     monkeypatch.setattr(permute, "launch_metadata", None)
     problem = replace(CASES[name], H=24, F=32, placement=CASES_OF_PLACEMENT[name], grad=False)
     inputs = make_inputs(problem, 1, valid_tokens=1)

@@ -107,5 +107,6 @@ def test_single_slots_are_for_few_tokens_where_bits_were_compared() -> None:
     assert heuristic(2, 8, 16, "sm_90", "bf16") is None
     assert heuristic(256, 8, 128, "sm_90", "bf16") is None
     assert heuristic(1, 8, 128, "sm_90", "fp32") is None
+    assert heuristic(1, 17, 128, "sm_90", "bf16") is None
     for device in ("sm_80", "sm_86", "sm_100", "sm_120"):
         assert heuristic(1, 8, 128, device, "bf16") is None

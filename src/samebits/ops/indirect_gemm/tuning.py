@@ -40,7 +40,9 @@ class Config:
         )
 
 
-def _rows(block_r: int, block_n: int, warps: int, stages: int, *, group: int = 8) -> Config:
+def _rows(
+    block_r: int, block_n: int, warps: int, stages: int, *, group: int = 8, short: int = 0
+) -> Config:
     """Rows as the first operand, on a persistent grid: for arithmetic-bound sizes."""
     return Config(
         block_r=block_r,
@@ -50,11 +52,19 @@ def _rows(block_r: int, block_n: int, warps: int, stages: int, *, group: int = 8
         num_stages=stages,
         group=group,
         programs=132 if block_r * block_n >= 128 * 256 else 264,
+        short=short,
     )
 
 
 def _streamed(
-    block_r: int, block_n: int, block_k: int, warps: int, stages: int, *, swap: bool = True
+    block_r: int,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+    *,
+    swap: bool = True,
+    short: int = 0,
 ) -> Config:
     """One program for each weight tile: for sizes bound by reading weights."""
     return Config(
@@ -66,6 +76,7 @@ def _streamed(
         swap=swap,
         group=1,
         programs=1 << 20,
+        short=short,
     )
 
 
@@ -85,9 +96,10 @@ TABLE: tuple[Entry, ...] = (
     Entry(10.0, _streamed(16, 128, 128, 4, 4), _streamed(16, 64, 128, 4, 5, swap=False)),
     Entry(24.0, _streamed(32, 256, 128, 8, 3), _streamed(32, 128, 128, 8, 4)),
     Entry(48.0, _streamed(64, 256, 64, 8, 4), _streamed(64, 256, 64, 8, 4)),
-    Entry(100.0, _rows(64, 256, 8, 4), _rows(64, 128, 4, 4)),
-    Entry(300.0, _streamed(128, 256, 64, 8, 4), _rows(128, 256, 8, 3)),
-    Entry(float("inf"), _rows(128, 256, 8, 4), _rows(128, 256, 8, 3)),
+    Entry(100.0, _streamed(128, 256, 64, 8, 4, short=64), _rows(128, 256, 8, 4, short=64)),
+    Entry(180.0, _streamed(128, 256, 64, 8, 4, short=32), _streamed(128, 256, 64, 8, 4, short=32)),
+    Entry(400.0, _rows(128, 256, 8, 4, short=64), _rows(128, 256, 8, 4)),
+    Entry(float("inf"), _rows(128, 256, 8, 3), _rows(128, 256, 8, 3)),
 )
 
 # The same for the gradient of the input, a product with the transposed first matrix; from

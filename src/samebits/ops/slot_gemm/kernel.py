@@ -1,9 +1,9 @@
 """The two launches of ``samebits.ops.slot_gemm``.
 
 A program owns a slot and a block of columns (``_slot_hidden_kernel``), or a token and a block of
-columns (``_token_output_kernel``): the second walks over its token's slots by ascending expert, one
-contraction after the other in one loop, so that loads of the next slot are under way while the last
-one is summed. Each contraction is one fp32 accumulator, ascending. A tile has one live row of 16.
+columns (``_token_output_kernel``): the second contracts all slots of its token side by side and adds
+them by ascending expert. Each contraction is one fp32 accumulator, ascending. A tile has 16 rows, of
+which one is live in the first launch, and those of a token in the second.
 
 With ``EARLY`` the second launch may begin while the first still runs: it reads ids and asks for
 weights, which the first does not write, and waits before it reads ``h``.
@@ -110,15 +110,6 @@ def _slot_hidden_kernel(
 
 
 @triton.jit
-def _chosen(values, index, COUNT: tl.constexpr):
-    """Return ``values[index]`` of a tuple of scalars."""
-    value = values[0]
-    for place in tl.static_range(1, COUNT):
-        value = tl.where(index == place, values[place], value)
-    return value
-
-
-@triton.jit
 def _ask_for_rows(w_ptr, stride_we, stride_wn, expert, columns, inside, size):
     """Ask for the first ``size`` bytes of rows of an expert's matrix, to be in the cache later."""
     ptrs = w_ptr + expert.to(tl.int64) * stride_we + columns.to(tl.int64) * stride_wn
@@ -170,55 +161,55 @@ def _token_output_kernel(
                         columns, inside, ahead_bytes,
                     )  # fmt: skip
         gdc_wait()
-    probs = ()
+    # Row r of the tile is slot r of the token, for every expert: only its own row is looked at.
+    row = tl.arange(0, _ROWS)
+    ks = tl.arange(0, BLOCK_K)
+    row_ptrs = h_ptr + (first_slot + row)[:, None] * F + ks[None, :]
+    owners = ()
+    sums = ()
+    held = row < 0
     for place in tl.static_range(TOPK):
-        p = 1.0
-        slot = first_slot + ordered[place] % TOPK_POW2
-        # The probability of a dropped slot may be NaN.
-        if bias_probs_ptr is not None:
-            p = tl.load(bias_probs_ptr + slot, mask=place < kept, other=0.0).to(tl.float32)
-        if y_probs_ptr is not None:
-            p = tl.load(y_probs_ptr + slot, mask=place < kept, other=0.0).to(tl.float32)
-        probs = probs + (p,)  # noqa: RUF005
-
-    live = (tl.arange(0, _ROWS) == 0)[:, None]
-    fs = tl.arange(0, BLOCK_K)
-    steps = tl.cdiv(F, BLOCK_K)
-    acc = tl.zeros((_ROWS, BLOCK_N), tl.float32)
-    total = tl.zeros((_ROWS, BLOCK_N), tl.float32)
-    for step in range(kept * steps):
-        turn = step // steps
-        f = (step - turn * steps) * BLOCK_K
-        key = _chosen(ordered, turn, TOPK)
-        owner = key // TOPK_POW2
-        w_tile = weight_tile(
-            w, stride_we, stride_wn, stride_wk, owner, block * BLOCK_N, f, H, F, H,
-            False, TMA, TRANSPOSED, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        row_ptrs = h_ptr + (first_slot + key % TOPK_POW2) * F + f + fs[None, :]
-        row_ptrs = row_ptrs + tl.zeros((_ROWS, 1), tl.int32)
+        # A dropped slot, of which nothing is kept, reads what the first slot does.
+        owner = tl.where(place < kept, ordered[place], ordered[0]) // TOPK_POW2
+        owners = owners + (owner,)  # noqa: RUF005
+        sums = sums + (tl.zeros((_ROWS, BLOCK_N), tl.float32),)  # noqa: RUF005
+        held = held | ((row == ordered[place] % TOPK_POW2) & (place < kept))
+    held = held[:, None]
+    for k in range(0, tl.where(kept > 0, F, 0), BLOCK_K):
         if K_TAIL:
-            a = tl.load(row_ptrs, mask=live & (f + fs < F)[None, :], other=0.0)
+            a = tl.load(row_ptrs + k, mask=held & (k + ks < F)[None, :], other=0.0)
         else:
-            a = tl.load(row_ptrs, mask=live, other=0.0)
-        acc = tl.dot(a, w_tile.T, acc, input_precision="ieee")
-        # At the end of a slot its sum is rounded and added; before, nothing of this is kept.
-        last = f + BLOCK_K >= F
-        y = acc
+            a = tl.load(row_ptrs + k, mask=held, other=0.0)
+        added = ()
+        for place in tl.static_range(TOPK):
+            w_tile = weight_tile(
+                w, stride_we, stride_wn, stride_wk, owners[place], block * BLOCK_N, k, H, F, H,
+                False, TMA, TRANSPOSED, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            acc = tl.dot(a, w_tile.T, sums[place], input_precision="ieee")
+            added = added + (acc,)  # noqa: RUF005
+        sums = added
+
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for place in tl.static_range(TOPK):
+        live = place < kept
+        choice = ordered[place] % TOPK_POW2
+        # One term and zeros: exact, up to the sign of a zero that is added to +0.0 anyway.
+        y = tl.sum(tl.where((row == choice)[:, None], sums[place], 0.0), 0)
         if bias_ptr is not None:
-            bias_ptrs = bias_ptr + owner.to(tl.int64) * H + columns
-            bias = tl.load(bias_ptrs, mask=inside & last, other=0.0).to(tl.float32)
+            bias_ptrs = bias_ptr + owners[place].to(tl.int64) * H + columns
+            bias = tl.load(bias_ptrs, mask=inside & live, other=0.0).to(tl.float32)
             if bias_probs_ptr is not None:
-                bias = bias * _chosen(probs, turn, TOPK)
-            y = y + bias[None, :]
+                p = tl.load(bias_probs_ptr + first_slot + choice, mask=live, other=0.0)
+                bias = bias * p.to(tl.float32)
+            y = y + bias
         y = y.to(dtype).to(tl.float32)
         if y_probs_ptr is not None:
-            y = y * _chosen(probs, turn, TOPK)
-        total = tl.where(last, total + y, total)
-        acc = tl.where(last, 0.0, acc)
-
-    out_ptrs = out_ptr + token * H + columns[None, :] + tl.zeros((_ROWS, 1), tl.int32)
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=live & inside[None, :])
+            # The probability of a dropped slot may be NaN.
+            p = tl.load(y_probs_ptr + first_slot + choice, mask=live, other=0.0)
+            y = y * p.to(tl.float32)
+        total = tl.where(live, total + y, total)
+    tl.store(out_ptr + token * H + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def launch_slot_hidden(

@@ -29,15 +29,18 @@ class Tiles(NamedTuple):
     ahead: int
 
 
-# bf16 on an H200, Triton 3.6.0.
-TILES = Tiles(
-    hidden=Config(block_n=64, block_k=128, num_warps=4, num_stages=5),
-    output=Config(block_n=16, block_k=256, num_warps=4, num_stages=6),
-    early=True,
-    ahead=24 << 20,
+# bf16 on an H200, Triton 3.6.0, from benchmarks/tune_slot_gemm.py.
+_HIDDEN = Config(block_n=128, block_k=128, num_warps=4, num_stages=4)
+# The second launch holds the tiles of all slots of a token; by K, at most.
+_OUTPUT = (
+    (1, Config(block_n=64, block_k=256, num_warps=4, num_stages=4)),
+    (2, Config(block_n=32, block_k=256, num_warps=4, num_stages=4)),
+    (4, Config(block_n=16, block_k=128, num_warps=4, num_stages=6)),
+    (8, Config(block_n=16, block_k=128, num_warps=4, num_stages=5)),
+    (16, Config(block_n=16, block_k=64, num_warps=4, num_stages=5)),
 )
 # The sorted path reads the weights of an expert once, however many slots share it.
-_MOST_SHARED = 0.0625
+_MOST_SLOTS_PER_EXPERT = 0.125
 
 
 def heuristic(tokens: int, topk: int, experts: int, device: str, dtype: str) -> Tiles | None:
@@ -52,8 +55,9 @@ def heuristic(tokens: int, topk: int, experts: int, device: str, dtype: str) -> 
 
     Determinism: pure function of its arguments; no choice changes bits.
     """
-    if device != "sm_90" or dtype == "fp32":
+    if device != "sm_90" or dtype == "fp32" or topk > _OUTPUT[-1][0]:
         return None
-    if tokens > 1 and tokens * topk > _MOST_SHARED * experts:
+    if tokens > 1 and tokens * topk > _MOST_SLOTS_PER_EXPERT * experts:
         return None
-    return TILES
+    output = next(config for most, config in _OUTPUT if topk <= most)
+    return Tiles(_HIDDEN, output, early=False, ahead=0)

@@ -55,6 +55,8 @@ def _cells(whole: Row) -> list[Row]:
         if training:
             ours["host"] = cell["host_ms"][backend] / ms
             held = [v for k, v in cell["memory"].items() if k.startswith("transformers")]
+            if "over_plain" in cell:
+                ours["over_plain"] = cell["over_plain"]
             if held:
                 ours["memory"] = cell["memory"][backend] / min(held)
         found.append(ours)

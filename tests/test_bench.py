@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,10 @@ def test_files_of_the_layer_are_rows_too(tmp_path: Path) -> None:
     layer.write_text(json.dumps({"kernels": "k", "speed": None, "rows": cells}))
     spent = {"memory": {"fused": 1, "transformers x": 4}, "host_ms": {"fused": 0.5}}
     cells = [{"shape": s, "T": t} | cell | spent for s, t in shapes if t >= 256]
+    others = [("zipf", "plain"), ("half", "plain"), ("uniform", "gpt-oss")]
+    for shape, (routing, variant) in product(MODELS, others):
+        about = {"shape": shape, "T": 4096, "routing": routing, "variant": variant}
+        cells.append(about | cell | spent | {"over_plain": 1.0})
     training.write_text(json.dumps({"rows": cells}))
 
     rows = stored_rows.read([layer, training])

@@ -1,0 +1,96 @@
+"""Steps of training.py: their floor, peak memory, host time and errors."""
+
+import statistics
+import time
+
+import torch
+from layer_cases import BYTES, FLOPS
+
+# Calls until a kind of step is repeated by its launches alone.
+_WARM = 3
+
+
+def floor_ms(problem, tokens, sets):
+    touched = statistics.mean(int(ids.unique().numel()) for _, ids, _ in sets)
+    flop = 18 * tokens * problem.K * problem.H * problem.F
+    byte = 2 * (9 * touched * problem.H * problem.F + 4 * tokens * problem.H)
+    return max(flop / FLOPS, byte / BYTES) * 1e3
+
+
+def half_on_one(problem, sets):
+    """Return the sets with half of all slots on the last expert."""
+    found = []
+    for x, ids, probs in sets:
+        moved = ids.clone()
+        moved[: ids.shape[0] // 2] = problem.E - 1
+        found.append((x, moved, probs))
+    return found
+
+
+def step_of(layer, leaves, dout):
+    """Return a function of (x, ids, probs) that returns the output and every gradient."""
+
+    def step(x, ids, probs):
+        x, probs = x.detach().requires_grad_(), probs.detach().requires_grad_()
+        out = layer(x, ids, probs)
+        return (out, *torch.autograd.grad(out, [x, probs, *leaves], dout))
+
+    return step
+
+
+def memory_of(step, values):
+    """Return the bytes that a step needs at its peak beyond its inputs and results."""
+    for _ in range(_WARM):
+        step(*values)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = step(*values)
+    held = sum(r.numel() * r.element_size() for r in results)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - held
+
+
+def host_ms(step, values):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(3):
+        step(*values)
+    spent = (time.perf_counter() - start) / 3
+    torch.cuda.synchronize()
+    return spent * 1e3
+
+
+def check(weights, values, results, dout):
+    """Return the errors of gradients of the first token and of its first expert, against fp64."""
+    x, ids, probs = values
+    _, dx, dprobs, dgate_up, ddown = results[:5]
+    expert = int(ids[0, 0])
+    token, _ = (ids == expert).nonzero(as_tuple=True)
+    rows, p = x[token].double(), probs[ids == expert].double()
+    gate_up, down = (w[expert].double() for w in (weights.gate_up, weights.down))
+    z = (rows @ gate_up.T).requires_grad_()
+    gate, up = z.chunk(2, -1)
+    h = torch.nn.functional.silu(gate) * up
+    dh = dout[token].double() @ down
+    (dz,) = torch.autograd.grad(h, z, dh * p[:, None])
+    h = h.detach()
+    exact = {
+        "down": (dout[token].double().T @ (h * p[:, None]), ddown[expert]),
+        "gate_up": (dz.T @ rows, dgate_up[expert]),
+        "probs": ((dh * h).sum(-1), dprobs[ids == expert]),
+    }
+    whole = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+    for k in range(ids.shape[1]):
+        g, d = (w[ids[0, k]].double() for w in (weights.gate_up, weights.down))
+        z = (x[0].double() @ g.T).requires_grad_()
+        a, b = z.chunk(2, -1)
+        (dz,) = torch.autograd.grad(
+            torch.nn.functional.silu(a) * b, z, (dout[0].double() @ d) * probs[0, k].double()
+        )
+        whole += dz @ g
+    exact["x"] = whole, dx[0]
+    return {
+        name: float((value.detach().double() - wanted).norm() / wanted.norm())
+        for name, (wanted, value) in exact.items()
+    }

@@ -57,7 +57,7 @@ def parts_of(problem, tokens, weights, backend):
     request = repetition.Request(
         x, routing, weights, problem.activation, problem.placement, backend, 0, None, None, None
     )
-    key = repetition.key_of(request)
+    kind = repetition.kind_of(request)
     arguments = {
         "placement": ProbPlacement.FC2_OUTPUT, "backend": backend, "expert_start": 0,
         "out_dtype": None, "num_valid_tokens": None,
@@ -85,8 +85,8 @@ def parts_of(problem, tokens, weights, backend):
         "repeated, out": lambda: experts(
             x, routing, weights, problem.activation, backend=backend, out=out
         ),
-        "  key": lambda: repetition.key_of(request),
-        "  launches": lambda: repetition.repeat(key, request),
+        "  kind": lambda: repetition.kind_of(request),
+        "  launches": lambda: repetition.repeat(kind, request),
         "first": lambda: run(*checked(x, routing, weights, problem.activation, **arguments), 0),
         "  checks": lambda: checked(x, routing, weights, problem.activation, **arguments),
         "  operator": lambda: run(call, options, problem.experts, 0),

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import triton
 from backward_candidates import HIDDEN, candidates
-from timing import compile_in_processes
-from tune_indirect_gemm import timed, weights_of
+from timing import captured, compile_in_processes, replayed
+from tune_indirect_gemm import weights_of
 
 from samebits.activation import Activation
 from samebits.ops.hidden_gradient.kernel import launch_hidden_gradient
@@ -109,7 +109,8 @@ def measure(name, tokens, weights):
             repeats = min(max(1, int(1e12 / max(flop, byte * 150))), 20)
             try:
                 value = [v.clone() for v in case.run(stage, config)]
-                ms = timed(lambda _, c=config, s=stage: case.run(s, c), 1, repeats)
+                run = lambda _, c=config, s=stage: case.run(s, c)  # noqa: E731
+                (ms,) = replayed([captured(run, 1, repeats)], repeats)
                 again = case.run(stage, config)
             except triton.runtime.errors.OutOfResources as error:
                 results.append({**about, "error": str(error)[:120]})

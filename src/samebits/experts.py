@@ -73,14 +73,14 @@ def experts(
     Determinism: bitwise repeatable. Each row independent of T and of the other rows on a GPU; on
     CPU the backend's ``notes`` say what holds.
     """
-    key = None
+    kind = None
     if not torch.compiler.is_compiling() and isinstance(weights, ExpertWeights):
         request = repetition.Request(
             x, routing, weights, activation, placement, backend, expert_start, out_dtype,
             num_valid_tokens, out,
         )  # fmt: skip
-        key = repetition.key_of(request)
-        if key is not None and (known := repetition.repeat(key, request)) is not None:
+        kind = repetition.kind_of(request)
+        if kind is not None and (known := repetition.repeat(kind, request)) is not None:
             return known
     call, options, num_experts = checked(
         x,
@@ -96,9 +96,11 @@ def experts(
     if out is not None:
         check_out(out, call, options.out_dtype or call.x.dtype)
         call = call._replace(out=out)
-    if key is not None and not repetition.is_recorded(key):
+    if kind is not None and not repetition.is_recorded(kind.key):
         return repetition.record(
-            key, request, lambda: compute(call, options, num_experts, expert_start, save=False)[0]
+            kind.key,
+            request,
+            lambda: compute(call, options, num_experts, expert_start, save=False)[0],
         )
     require_bool("recompute", recompute)
     return run(call, options, num_experts, expert_start, weight_gradients, recompute=recompute)

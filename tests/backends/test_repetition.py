@@ -52,11 +52,14 @@ def test_what_decides_is_in_the_key(request_: repetition.Request) -> None:
     ]
     same = request_._replace(x=torch.ones(2, 16), routing=Routing(ids + 1, probs + 1))
 
-    keys = [repetition.key_of(request) for request in (request_, *others)]
+    kinds = [repetition.kind_of(request) for request in (request_, *others)]
 
-    assert None not in keys
-    assert len(set(keys)) == len(keys)
-    assert repetition.key_of(same) == keys[0]
+    keys = [kind.key for kind in kinds if kind is not None]
+    assert len(set(keys)) == len(keys) == len(others) + 1
+    kind = repetition.kind_of(same)
+    assert kind is not None
+    assert kind.key == keys[0]
+    assert kind.addresses == [0 if t is None else t.data_ptr() for t in same.tensors]
 
 
 def test_what_must_take_the_long_way_has_no_key(request_: repetition.Request) -> None:
@@ -76,20 +79,21 @@ def test_what_must_take_the_long_way_has_no_key(request_: repetition.Request) ->
         request_._replace(placement=[1]),
         request_._replace(out_dtype="fp32"),
         request_._replace(out=request_.x),
+        request_._replace(out=request_.weights.gate_up.view(-1)[256:288].view(2, 16)),
         request_._replace(out=[1.0]),
         request_._replace(out=torch.zeros(2, 16), num_valid_tokens=1),
     ]
 
-    assert [repetition.key_of(request) for request in requests] == [None] * len(requests)
+    assert [repetition.kind_of(request) for request in requests] == [None] * len(requests)
     with torch.no_grad():
-        assert repetition.key_of(requests[1]) is not None
+        assert repetition.kind_of(requests[1]) is not None
     torch.set_autocast_enabled("cuda", True)
     try:
-        assert repetition.key_of(request_) is None
+        assert repetition.kind_of(request_) is None
     finally:
         torch.set_autocast_enabled("cuda", False)
     with FlopCounterMode(display=False):
-        assert repetition.key_of(request_) is None
+        assert repetition.kind_of(request_) is None
 
 
 class _Kernel:
@@ -122,7 +126,7 @@ def test_a_plan_moves_every_pointer(no_device: None) -> None:
     plan = plan_of((x, weights, None), None, launches[:1], out)
     moved_x, moved_weights = torch.ones(2, 16), torch.ones(4, 64, 16)
     assert plan is not None
-    result = plan.play((moved_x, moved_weights, None), None)
+    result = plan.play(moved_x, [moved_x.data_ptr(), moved_weights.data_ptr(), 0], None)
 
     assert plan_of((x, weights), None, launches, out) is None  # weights[1:] starts at no input
     # The first call's tensors must not live on in what is kept of it.
@@ -152,7 +156,7 @@ def test_a_given_output_is_the_result(no_device: None) -> None:
     other = torch.zeros(2, 16)
 
     assert plan is not None
-    assert plan.play((x, None), other) is other
+    assert plan.play(x, [x.data_ptr(), 0], other) is other
     assert kernel.calls[0][9:] == (x.data_ptr(), other.data_ptr())
     assert plan_of((x, None), given, [Launch(kernel, (1,), (x, given))], x) is None
 
@@ -164,7 +168,7 @@ def test_input_and_output_of_one_storage_move_apart(no_device: None) -> None:
     moved_given, _, moved_x = torch.zeros(6, 16).split(2)
 
     assert plan is not None
-    plan.play((moved_x,), moved_given)
+    plan.play(moved_x, [moved_x.data_ptr()], moved_given)
     assert kernel.calls[0][9:] == (moved_x.data_ptr(), moved_given.data_ptr())
 
 
@@ -178,7 +182,8 @@ def test_autograd_hears_of_a_repeated_write(
     monkeypatch.setitem(repetition._PLANS, ("key",), plan)
     before = request.out._version
 
-    assert repetition.repeat(("key",), request) is request.out
+    kind = repetition.Kind(("key",), [])
+    assert repetition.repeat(kind, request) is request.out
     assert request.out._version > before
 
 

@@ -65,25 +65,20 @@ class Plan(NamedTuple):
     # Bytes that the call takes for itself.
     workspace: int
     out_dtype: torch.dtype
+    # The output is made like x.
+    like_x: bool
     stream_of: Callable[[int], int]
     current_device: Callable[[], int]
 
-    def play(self, tensors: Sequence[Tensor | None], out: Tensor | None) -> Tensor:
-        """Launch on ``tensors``, as they were given to ``plan_of``; return the output.
+    def play(self, x: Tensor, inputs: Sequence[int], out: Tensor | None) -> Tensor:
+        """Launch on the tensors at ``inputs``, in the order of ``plan_of``; return the output.
 
         Determinism: the recorded kernels, hence the bits of the recorded call.
         """
-        x = tensors[0]
-        assert x is not None
         if out is None:
-            out = torch.empty_like(x, dtype=self.out_dtype, memory_format=torch.contiguous_format)
-        addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        if self.workspace:
-            workspace = x.new_empty(self.workspace, dtype=torch.uint8)
-            addresses.append(workspace.data_ptr())
-        else:
-            addresses.append(0)
-        addresses.append(out.data_ptr())
+            out = torch.empty_like(x) if self.like_x else x.new_empty(x.shape, dtype=self.out_dtype)
+        workspace = x.new_empty(self.workspace, dtype=torch.uint8)
+        addresses = (*inputs, workspace.data_ptr(), out.data_ptr())
         stream = self.stream_of(x.get_device())
         for step in self.steps:
             step.start(addresses, stream)
@@ -113,7 +108,10 @@ def plan_of(
     known = tuple(step for step in steps if step is not None)
     if len(known) < len(steps):
         return None
-    return Plan(known, finder.workspace, out.dtype, *device_queries())
+    x = tensors[0]
+    assert x is not None
+    like_x = out.dtype == x.dtype and x.is_contiguous()
+    return Plan(known, finder.workspace, out.dtype, like_x, *device_queries())
 
 
 def step_of(

@@ -66,15 +66,24 @@ class Request(NamedTuple):
         )
 
 
-def key_of(request: Request) -> Key | None:
-    """Return everything that decides what a call launches; None where it must take the long way.
+class Kind(NamedTuple):
+    """What a call is, and where its tensors lie."""
+
+    # Everything that decides what it launches.
+    key: Key
+    # Of ``Request.tensors``; 0 for None.
+    addresses: list[int]
+
+
+def kind_of(request: Request) -> Kind | None:
+    """Return the kind of a call; None where it must take the long way.
 
     Determinism: pure function of its arguments and of torch's modes.
     """
     x, routing, weights, activation, placement, backend, start, out_dtype, _, out = request
     if type(x) is not Tensor or not x.is_cuda or x.dim() != 2:
         return None
-    if x.numel() == 0 or x.shape[0] > MOST_TOKENS:
+    if x.shape[0] > MOST_TOKENS or x.numel() == 0:
         return None
     # Such an x is copied before the call that would be recorded.
     if x.stride(1) != 1 and x.shape[1] != 1:
@@ -87,28 +96,53 @@ def key_of(request: Request) -> Key | None:
         return None
     if weights.norm is not None or watched():
         return None
-    traits = _traits((*request.tensors, out))
-    if traits is None:
+    tensors = request.tensors
+    addresses: list[int] = []
+    traits = [
+        activation.key, placement, weights.layout.key, backend, start, out_dtype,
+        routing.num_experts,
+    ]  # fmt: skip
+    if not _add_traits((*tensors, out), traits, addresses):
         return None
-    if out is not None and any(t is not None and overlap(out, t) for t in request.tensors):
+    if out is not None and _meets(out, addresses.pop(), tensors, addresses):
         return None
-    layout, experts = weights.layout.key, routing.num_experts
-    return (activation.key, placement, layout, backend, start, out_dtype, experts, *traits)
+    if out is None:
+        addresses.pop()
+    return Kind(tuple(traits), addresses)
 
 
-def _traits(tensors: tuple[Tensor | None, ...]) -> list[Any] | None:
-    """Return what decides about tensors; None where one is no plain one, or wants a gradient."""
+def _add_traits(
+    tensors: tuple[Tensor | None, ...], traits: list[Any], addresses: list[int]
+) -> bool:
+    """Add what decides about tensors; False where one is no plain one, or wants a gradient."""
     grad = torch.is_grad_enabled()
-    traits: list[Any] = []
     for tensor in tensors:
         if tensor is None:
             traits.append(None)
+            addresses.append(0)
         elif type(tensor) not in _PLAIN or (grad and tensor.requires_grad):
-            return None
+            return False
         else:
-            place = (tensor.get_device(), tensor.data_ptr() % 16)
-            traits += (tensor.shape, tensor.stride(), tensor.dtype, place)
-    return traits
+            address = tensor.data_ptr()
+            addresses.append(address)
+            # Strides of contiguous tensors follow from their shape, or multiply an index of 0.
+            strides = True if tensor.is_contiguous() else tensor.stride()
+            traits += (tensor.shape, strides, tensor.dtype, tensor.get_device(), address % 16)
+    return True
+
+
+def _meets(
+    out: Tensor, start: int, tensors: tuple[Tensor | None, ...], addresses: list[int]
+) -> bool:
+    """Return whether ``out``, which starts at ``start``, has memory in common with an input."""
+    if not out.is_contiguous():
+        return any(t is not None and overlap(out, t) for t in tensors)
+    stop = start + out.nbytes
+    # What starts behind ``out`` cannot meet it: only the others are looked at closely.
+    return any(
+        t is not None and address < stop and overlap(out, t)
+        for t, address in zip(tensors, addresses, strict=True)
+    )
 
 
 def watched() -> bool:
@@ -121,15 +155,15 @@ def watched() -> bool:
     )
 
 
-def repeat(key: Key, request: Request) -> Tensor | None:
+def repeat(kind: Kind, request: Request) -> Tensor | None:
     """Return the output of a call whose kind is kept, or None.
 
     Determinism: the same kernels on the same values as the recorded call, hence the same bits.
     """
-    plan = _PLANS.get(key)
+    plan = _PLANS.get(kind.key)
     if plan is None or plan.current_device() != request.x.get_device():
         return None
-    return _written(request, plan.play(request.tensors, request.out))
+    return _written(request, plan.play(request.x, kind.addresses, request.out))
 
 
 def _written(request: Request, out: Tensor) -> Tensor:

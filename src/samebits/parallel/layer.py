@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samebits.activation import Activation
 from samebits.arguments import require_type
-from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
+from samebits.backends.call import DIFFERENTIABLE, INPUTS, Call, Gradients
 from samebits.backends.operator import check_ids
 from samebits.backends.options import Options
 from samebits.errors import UnsupportedError, must
@@ -28,8 +28,6 @@ from samebits.weights import ExpertWeights
 _PLAIN = Activation()
 # What a rank may want of the others: a backward pass, gradients of x, of the probabilities.
 _BACKWARD, _X, _PROBS = 1, 2, 4
-# The tensors of a call that enter an operator, before options, N, expert_start and save.
-_INPUTS = len(torch.ops.samebits.experts_forward.default._schema.arguments) - 4
 
 
 def parallel_experts(
@@ -116,7 +114,7 @@ def parallel_experts(
     # Part of the graph even where nothing here has a gradient: others wait for this backward.
     anchor = torch.empty(0, device=call.x.device, requires_grad=True)
     with torch.enable_grad():
-        out: Tensor = _ParallelExperts.apply(layer, anchor, *call[:_INPUTS])  # type: ignore[no-untyped-call]
+        out: Tensor = _ParallelExperts.apply(layer, anchor, *call[:INPUTS])  # type: ignore[no-untyped-call]
     return out
 
 
@@ -160,7 +158,7 @@ class _Layer:
             y, z = rows.new_empty(rows.shape), rows.new_empty(0, call.gate_up.shape[1])
         else:
             y, z = torch.ops.samebits.experts_forward(
-                *there[:_INPUTS], self._inner().text(), call.down.shape[0], 0, save
+                *there[:INPUTS], self._inner().text(), call.down.shape[0], 0, save
             )
         out = combine(
             route.back(y),
@@ -202,7 +200,7 @@ class _Layer:
                 **{n: torch.zeros_like(t) for n, t in tensors.items() if t is not None}
             )
         found = torch.ops.samebits.experts_backward(
-            *there[:_INPUTS], z, dout, self._inner().text(), there.down.shape[0], 0, wanted
+            *there[:INPUTS], z, dout, self._inner().text(), there.down.shape[0], 0, wanted
         )
         by_name = dict(zip(DIFFERENTIABLE, found, strict=True))
         return Gradients(**{n: by_name[n] for n in names if getattr(there, n) is not None})
@@ -249,7 +247,7 @@ class _ParallelExperts(torch.autograd.Function):
         places = {n: Call._fields.index(n) + 2 for n in DIFFERENTIABLE}
         wanted = {n: bool(ctx.needs_input_grad[place]) for n, place in places.items()}
         grads = ctx.layer.backward(call, rows, z, douts[0], wanted)
-        result: list[Tensor | None] = [None] * (_INPUTS + 2)
+        result: list[Tensor | None] = [None] * (INPUTS + 2)
         for name, place in places.items():
             result[place] = getattr(grads, name) if wanted[name] else None
         return tuple(result)

@@ -1,5 +1,6 @@
 """Adapters over frozen experts: the bits of the merged layer, gradients, PEFT's weights."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -164,10 +165,11 @@ def test_pefts_weights_are_those_of_its_linear_layers(
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        ({f"{PREFIX}.lora_A.weight": 1}, ValueError, "or of single experts, not both"),
         (
-            {f"{PREFIX}.base_layer.lora_A.weight": 1},
+            {f"{PREFIX}.0.gate.lora_A.weight": 1},
             UnsupportedError,
-            "is no adapter of one",
+            "is no adapter of a",
         ),
         ({f"{PREFIX}.0.up_proj.lora_magnitude_vector": 1}, UnsupportedError, "magnitude_vector is"),
         ({f"{PREFIX}.1.up_proj.lora_A.weight": None}, ValueError, r"be of 3 experts, got \[1\]"),
@@ -186,6 +188,113 @@ def test_what_does_not_say_where_it_belongs_is_refused(
 
     with pytest.raises(error, match=message):
         LoRAExperts.from_peft(_base(), tensors, PREFIX, scaling=1.0)
+
+
+def _stacked(part: str, rows: int, columns: int, *, swapped: bool = False) -> dict[str, Tensor]:
+    """What PEFT saves for a stacked parameter: experts outermost in A, innermost in B."""
+    shape = (rows, columns) if swapped else (columns, rows)
+    return {
+        f"{PREFIX}.{part}lora_A.weight": torch.randn(2 * EXPERTS, shape[0]),
+        f"{PREFIX}.{part}lora_B.weight": torch.randn(shape[1], 2 * EXPERTS),
+    }
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("nested", ["", "base_layer."])
+def test_pefts_stacked_parameters_are_told_by_their_shapes(nested: str, swapped: bool) -> None:
+    base = _base(layout=Layout(interleave=1))
+    before = {"gate_up": base.weights.gate_up.clone(), "down": base.weights.down.clone()}
+    other = "base_layer." if not nested else ""
+    tensors = {
+        "gate_up": _stacked(nested, 2 * COLUMNS, HIDDEN, swapped=swapped),
+        "down": _stacked(other, HIDDEN, COLUMNS, swapped=swapped),
+    }
+
+    adapted = LoRAExperts.from_peft(base, tensors["gate_up"] | tensors["down"], PREFIX, scaling=0.5)
+
+    for part, pair in tensors.items():
+        a, b = pair.values()
+        # PEFT's own formula, in its own words: o r e, e r i -> e o i, or -> e i o.
+        delta = torch.einsum(
+            "ore,eri->eio" if swapped else "ore,eri->eoi",
+            b.double().reshape(b.shape[0], 2, EXPERTS),
+            a.double().reshape(EXPERTS, 2, -1),
+        )
+        expected = before[part].double() + 0.5 * delta
+        assert relative_error(getattr(adapted.weights, part), expected) < 2.0**-20
+
+
+def test_a_stacked_parameter_that_may_be_two_is_refused() -> None:
+    square = Experts(num_experts=EXPERTS, hidden_size=HIDDEN, intermediate_size=HIDDEN)
+    tensors = _stacked("", HIDDEN, HIDDEN)
+
+    with pytest.raises(UnsupportedError, match="down, a_over_rows=False or down, a_over_rows=True"):
+        LoRAExperts.from_peft(square, tensors, PREFIX, scaling=1.0)
+    adapted = LoRAExperts.from_peft(square, tensors, PREFIX, scaling=1.0, a_over_rows=False)
+    assert adapted.gate_up_a is None
+    plain = Experts(
+        num_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        intermediate_size=HIDDEN,
+        activation=Activation(kind="relu2", gated=False),
+    )
+    with pytest.raises(UnsupportedError, match=r"what it adapts: gate_up, .* or down"):
+        LoRAExperts.from_peft(plain, tensors, PREFIX, scaling=1.0, a_over_rows=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lora_B.weight": None}, "must hold A and B"),
+        ({"lora_A.weight": (7, HIDDEN)}, "have r·E columns of B and rows of A, with E = 3"),
+        ({"lora_A.weight": (6, HIDDEN + 1)}, r"be over \(\d+, \d+\) or .* got"),
+        ({"base_layer.lora_A.weight": (6, HIDDEN), "base_layer.lora_B.weight": (2 * COLUMNS, 6)},
+         "be the one adapter of gate_up"),
+    ],
+)  # fmt: skip
+def test_stacked_parameters_must_fit(
+    change: dict[str, tuple[int, int] | None], message: str
+) -> None:
+    tensors = _stacked("", 2 * COLUMNS, HIDDEN)
+    for name, shape in change.items():
+        if shape is None:
+            del tensors[f"{PREFIX}.{name}"]
+        else:
+            tensors[f"{PREFIX}.{name}"] = torch.zeros(shape)
+
+    with pytest.raises(ValueError, match=message):
+        LoRAExperts.from_peft(_base(), tensors, PREFIX, scaling=1.0)
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs PEFT")
+@pytest.mark.filterwarnings("ignore")
+def test_what_peft_itself_saves_is_read() -> None:
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    class Layer(torch.nn.Module):
+        """A model whose experts are stacked parameters."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = torch.nn.Module()
+            self.experts.gate_up_proj = torch.nn.Parameter(base.weights.gate_up.detach().clone())
+            self.experts.down_proj = torch.nn.Parameter(base.weights.down.detach().clone())
+
+    base = _base()
+    wanted = ["experts.gate_up_proj", "experts.down_proj"]
+    config = LoraConfig(r=2, lora_alpha=1, target_modules=[], target_parameters=wanted)
+    model = get_peft_model(Layer(), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.normal_()
+    saved = get_peft_model_state_dict(model)
+
+    adapted = LoRAExperts.from_peft(base, saved, "base_model.model.experts", scaling=0.5)
+
+    merged = model.merge_and_unload()
+    assert relative_error(adapted.weights.gate_up, merged.experts.gate_up_proj) < 2.0**-20
+    assert relative_error(adapted.weights.down, merged.experts.down_proj) < 2.0**-20
 
 
 def test_parts_and_shapes_must_fit() -> None:

@@ -9,7 +9,6 @@ is trained is what is served, to the last bit. It costs a second copy of the pro
 call lasts, and its gradient.
 """
 
-import re
 from collections.abc import Mapping
 
 import torch
@@ -21,15 +20,10 @@ from samebits.experts import experts
 from samebits.formats.matrix import QuantizedMatrix
 from samebits.formats.weights import QuantizedWeights, dequantize
 from samebits.nn.experts import Experts
+from samebits.nn.peft import Sizes, peft_adapters
 from samebits.nn.quantized import QuantizedExperts
 from samebits.routing import Routing
-from samebits.weights import ExpertWeights, merge_gate_up
-
-# PEFT's names of an expert's linear layers.
-_PEFT = re.compile(
-    r"([0-9]+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.lora_(A|B)(?:\.default)?\.weight"
-)
-_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+from samebits.weights import ExpertWeights
 
 
 class LoRAExperts(nn.Module):
@@ -175,92 +169,49 @@ class LoRAExperts(nn.Module):
         prefix: str,
         *,
         scaling: float,
+        a_over_rows: bool | None = None,
     ) -> "LoRAExperts":
-        """Return adapters with the weights that PEFT saved for an expert's linear layers.
+        """Return adapters with the weights that PEFT saved.
+
+        Either for the linear layers of single experts, or for stacked parameters
+        (``target_parameters``), whose names do not say which is which: their shapes do.
 
         Args:
-            base: The experts that they adapt.
+            base: The experts that they adapt, with the layout of the model that PEFT trained.
             tensors: Name → tensor, as in ``adapter_model.safetensors``.
-            prefix: What is before the expert's number, as in
-                "base_model.model.model.layers.0.mlp.experts".
+            prefix: The name of the experts, as in "base_model.model.model.layers.0.mlp.experts".
             scaling: ``lora_alpha / r`` of ``adapter_config.json`` (``/ √r`` with ``use_rslora``).
+            a_over_rows: For stacked parameters: whether ``A`` is over the projection's rows, as for
+                one stored ``(E, in, out)`` whose module PEFT took for the other orientation. None
+                finds it by the shapes.
 
         Returns:
             Adapters over the projections that PEFT adapted. Gate and up had an ``A`` each, so the
             first projection has the sum of their ranks.
 
         Raises:
-            UnsupportedError: There are tensors below ``prefix`` of another kind, as of PEFT's
-                ``target_parameters`` (which do not say which parameter is which) or of DoRA.
+            UnsupportedError: There are tensors below ``prefix`` of another kind (DoRA), or shapes
+                that fit more than one parameter.
             ValueError: An expert or a part is missing, or a shape is wrong.
 
         Determinism: exact.
         """
-        found = _peft_tensors(tensors, prefix, base.num_experts)
-        first = next(iter(found.values()))
-        a_up, b_up = None, None
-        if "gate_proj.A" in found:
-            a_up, b_up = _joined(found, base)
-        ranks = 0 if a_up is None else a_up.shape[1], 0
-        if "down_proj.A" in found:
-            ranks = ranks[0], found["down_proj.A"].shape[1]
+        values = peft_adapters(tensors, prefix, Sizes.of(base.weights), a_over_rows)
+        first = next(iter(values.values()))
+        ranks = (values[n].shape[1] if n in values else 0 for n in ("gate_up_a", "down_a"))
+        gate_up_rank, down_rank = ranks
         adapted = cls(
-            base, gate_up_rank=ranks[0], down_rank=ranks[1], scaling=scaling, dtype=first.dtype
+            base,
+            gate_up_rank=gate_up_rank,
+            down_rank=down_rank,
+            scaling=scaling,
+            dtype=first.dtype,
         )
-        values = {"gate_up_a": a_up, "gate_up_b": b_up}
-        values |= {"down_a": found.get("down_proj.A"), "down_b": found.get("down_proj.B")}
         with torch.no_grad():
             for name, value in values.items():
-                if value is None:
-                    continue
                 own = getattr(adapted, name)
                 if own.shape != value.shape:
                     rule = f"have shape {tuple(own.shape)}"
                     raise ValueError(must(f"{name} of {prefix}", rule, tuple(value.shape)))
                 own.copy_(value)
         return adapted
-
-
-def _peft_tensors(
-    tensors: Mapping[str, Tensor], prefix: str, num_experts: int
-) -> dict[str, Tensor]:
-    """Return ``(E, …)`` tensors by part and side, for example "gate_proj.A"."""
-    held: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in tensors.items():
-        if not name.startswith(prefix + "."):
-            continue
-        match = _PEFT.fullmatch(name[len(prefix) + 1 :])
-        if match is None:
-            raise UnsupportedError(
-                f"{name} is no adapter of one linear layer of one expert, which alone says where "
-                "it belongs"
-            )
-        part = _PARTS.get(match[2], match[2])
-        held.setdefault(f"{part}.{match[3]}", {})[int(match[1])] = tensor
-    parts = {key.partition(".")[0] for key in held}
-    wanted = {f"{part}.{side}" for part in parts for side in "AB"}
-    if not held or wanted != set(held) or ("gate_proj" in parts) != ("up_proj" in parts):
-        rule = "hold A and B of gate and up, or of down"
-        raise ValueError(must(prefix, rule, sorted(held) or "nothing"))
-    for key, experts_of in held.items():
-        missing = sorted(set(range(num_experts)) ^ set(experts_of))
-        if missing:
-            raise ValueError(must(f"{prefix}: {key}", f"be of {num_experts} experts", missing))
-    return {
-        key: torch.stack([experts_of[e] for e in range(num_experts)])
-        for key, experts_of in held.items()
-    }
-
-
-def _joined(found: Mapping[str, Tensor], base: Experts | QuantizedExperts) -> tuple[Tensor, Tensor]:
-    """Return A and B of gate and up as one: each part's rows use the part's own rank."""
-    gate, up = found["gate_proj.B"], found["up_proj.B"]
-    zeros = (
-        gate.new_zeros(*gate.shape[:2], up.shape[2]),
-        up.new_zeros(*up.shape[:2], gate.shape[2]),
-    )
-    rows = torch.cat([gate, zeros[0]], 2), torch.cat([zeros[1], up], 2)
-    if rows[0].shape != rows[1].shape:
-        raise ValueError(must("up_proj.B", f"have shape {tuple(gate.shape)}", tuple(up.shape)))
-    b = merge_gate_up(*rows, base.layout, 1)
-    return torch.cat([found["gate_proj.A"], found["up_proj.A"]], 1), b

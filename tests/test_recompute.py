@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from samebits.backends import operator
 from samebits.experts import experts
 from samebits.nn import Experts
 from samebits.testing.cases import CASES
@@ -88,3 +90,32 @@ def test_a_backward_after_one_that_failed_says_why(inputs: Inputs) -> None:
 
     with pytest.raises(RuntimeError, match="run the forward again"):
         out.sum().backward()
+
+
+def test_what_is_kept_is_given_back_with_the_graph_alone(
+    inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent: list[bool] = []
+    compute_backward = operator.compute_backward
+
+    def noted(*arguments: Any, spend: bool) -> Any:
+        spent.append(spend)
+        return compute_backward(*arguments, spend=spend)
+
+    monkeypatch.setattr(operator, "compute_backward", noted)
+    x = inputs.x.requires_grad_()
+
+    def layer(x: Tensor) -> Tensor:
+        return experts(x, inputs.routing, inputs.weights)
+
+    out = layer(x)
+    torch.autograd.grad(out, x, inputs.dout, retain_graph=True)
+    torch.autograd.grad(out, x, inputs.dout)
+    # A hook of the caller's may hold what was saved.
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        hooked = layer(x)
+    torch.autograd.grad(hooked, x, inputs.dout)
+    checkpointed = checkpoint(layer, x, use_reentrant=False)
+    torch.autograd.grad(checkpointed, x, inputs.dout)
+
+    assert spent == [False, True, False, False]

@@ -59,14 +59,16 @@ class _Experts(torch.autograd.Function):
         arguments = (*tensors, z, douts[0], *ctx.options)
         result: list[Tensor | None] = [None] * (_OPERANDS + 2)
         grads: Sequence[Tensor | None]
-        if ctx.destination is None and ctx.direct and _direct(arguments[: INPUTS + 2]):
-            again = torch._C._autograd._get_current_graph_task_keep_graph()
-            spend = not (ctx.kept or again)
+        direct = ctx.direct and _direct(arguments[: INPUTS + 2])
+        spend = (
+            direct and not ctx.kept and not torch._C._autograd._get_current_graph_task_keep_graph()
+        )
+        if ctx.destination is not None:
+            grads = _delivered(ctx.destination, arguments, wanted, direct=direct, spend=spend)
+        elif direct:
             grads = operator.compute_backward((*arguments, wanted), {}, spend=spend)
-        elif ctx.destination is None:
-            grads = torch.ops.samebits.experts_backward(*arguments, wanted)
         else:
-            grads = _delivered(ctx.destination, arguments, wanted)
+            grads = torch.ops.samebits.experts_backward(*arguments, wanted)
         for place, want, grad in zip(places, wanted, grads, strict=True):
             result[place] = grad if want else None
         return tuple(result)
@@ -82,12 +84,22 @@ def _direct(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def _delivered(
-    destination: Destination, arguments: tuple[Any, ...], wanted: list[bool]
+    destination: Destination,
+    arguments: tuple[Any, ...],
+    wanted: list[bool],
+    *,
+    direct: bool,
+    spend: bool,
 ) -> list[Tensor | None]:
     """Return what autograd gets, with the parameters' gradients brought to their destination."""
     names = [n for n, want in zip(DIFFERENTIABLE, wanted, strict=True) if want and n in PARAMETERS]
     if not destination.policy.delayed:
-        dx, dprobs = _into_main_grad(destination, arguments, names, wanted)
+        if direct:
+            buffers = destination.open(names)
+            dx, dprobs, *_ = operator.compute_backward((*arguments, wanted), buffers, spend=spend)
+            destination.close(buffers)
+        else:
+            dx, dprobs = _into_main_grad(destination, arguments, names, wanted)
         held = dict(zip(Call._fields, arguments, strict=False))
         places = [destination.placeholder(n, held[n]) if n in names else None for n in PARAMETERS]
         return [dx, dprobs, *places]

@@ -6,6 +6,7 @@ one-rank run. A program returns what differs. The same programs run on CPU (gloo
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -308,6 +309,35 @@ def disagree() -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def ranks_that_are_refused() -> list[str]:
+    """Return the messages for what ranks cannot be, and for weights of too many experts."""
+    case = Case(tokens=(1, 1), bounds=(0, 4))
+    whole = draw(case, torch.device("cpu"))
+
+    def all_of_them() -> None:
+        parallel_experts(
+            whole["x"],
+            Routing(whole["topk_ids"], whole["topk_probs"]),
+            weights_of(whole),
+            ranks=Ranks(_world(), (0, 2, 4)),
+        )
+
+    attempts: list[Callable[[], object]] = [
+        lambda: Ranks(_world(), (0, 4)),
+        lambda: Ranks(_world(), (0, 5, 4)),
+        lambda: Ranks(_world(), (0, 2, 4), transport="nvshmem"),
+        lambda: Ranks(_world(), (0, 2, 4), transport="deep_ep"),
+        all_of_them,
+    ]
+    messages = []
+    for attempt in attempts:
+        try:
+            attempt()
+        except (ValueError, NotImplementedError) as error:
+            messages.append(str(error))
+    return messages
 
 
 def leave(rank: int) -> None:

@@ -11,6 +11,7 @@ from rank_programs import (
     gradients_that_exist,
     leave,
     overflow,
+    ranks_that_are_refused,
     same_bits,
     same_bits_composed,
     soak,
@@ -23,6 +24,12 @@ pytestmark = pytest.mark.distributed
 
 EVEN, UNEVEN = (0, 3, 6), (0, 1, 6)
 FC1, FC2, OUT = ProbPlacement.FC1_INPUT, ProbPlacement.FC2_INPUT, ProbPlacement.FC2_OUTPUT
+
+
+DEEP_EP = (
+    "DeepEP is no transport here: it is built against NVSHMEM for one cluster, and its combine "
+    "adds a token's rows up on the way, in its own order\nhint: transport='torch'"
+)
 
 
 def nothing(results: list[list[str]]) -> bool:
@@ -170,3 +177,14 @@ def test_bad_arguments() -> None:
         Capacity(0, "cpu")
     with pytest.raises(ValueError, match="num_experts must be >= 1, got 0"):
         expert_bounds(0, 2)
+
+
+def test_what_ranks_refuse(two_ranks: Processes) -> None:
+    for rank, messages in enumerate(two_ranks.run(ranks_that_are_refused)):
+        assert messages == [
+            "bounds must ascend from 0, 2 + 1 of them for a group of 2 ranks, got (0, 4)",
+            "bounds must ascend from 0, 2 + 1 of them for a group of 2 ranks, got (0, 5, 4)",
+            "unknown transport 'nvshmem'; expected one of 'deep_ep', 'torch'",
+            DEEP_EP,
+            f"weights must hold the 2 experts range({2 * rank}, {2 * rank + 2}), got 4",
+        ]

@@ -78,13 +78,13 @@ def dispatch(
     )
     on_input = placement == ProbPlacement.FC1_INPUT
     rows = permute(x, route.inverse, route.topk, probs if on_input else None)
-    arrivals = _go(rows, route)
+    arrivals = send(rows, route)
     ordered, order = route.ids.sort(stable=True)
     bounds = torch.arange(len(ranks.held) + 1, device=x.device)
     row_probs = None
     if not on_input:
         sent = permute(probs.reshape(-1, 1), route.inverse, 1)
-        row_probs = _go(sent, route)[:, 0].index_select(0, order)
+        row_probs = send(sent, route)[:, 0].index_select(0, order)
     return Dispatched(
         arrivals.index_select(0, order),
         torch.searchsorted(ordered, bounds),
@@ -130,7 +130,7 @@ def combine(
         raise ValueError(must("rows", rule, tuple(rows.shape)))
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
-    sums = _back(rows.index_select(0, inverse), route)
+    sums = _travel(rows.index_select(0, inverse), route, False)
     if out_dtype is not None and out_dtype != rows.dtype:
         wide = torch.promote_types(rows.dtype, torch.float32)
         sums = combine_rows(sums, route.inverse, route.topk, topk_probs, out_dtype=wide)
@@ -138,12 +138,12 @@ def combine(
     return combine_rows(sums, route.inverse, route.topk, topk_probs)
 
 
-def _go(rows: Tensor, route: Route) -> Tensor:
+def send(rows: Tensor, route: Route) -> Tensor:
+    """Return the arrivals for ``rows``; a collective, backward too.
+
+    Determinism: exact copies.
+    """
     return _travel(rows, route, True)
-
-
-def _back(arrivals: Tensor, route: Route) -> Tensor:
-    return _travel(arrivals, route, False)
 
 
 def _travel(rows: Tensor, route: Route, outward: bool) -> Tensor:

@@ -7,8 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samebits.arguments import require_int, require_type
-from samebits.errors import must
+from samebits.arguments import require_int, require_name, require_type
+from samebits.errors import UnsupportedError, must
+
+_DEEP_EP = (
+    "DeepEP is no transport here: it is built against NVSHMEM for one cluster, and its combine "
+    "adds a token's rows up on the way, in its own order\nhint: transport='torch'"
+)
 
 
 def expert_bounds(num_experts: int, num_ranks: int) -> tuple[int, ...]:
@@ -63,15 +68,18 @@ class Ranks:
         bounds: First expert of each rank, and N at the end; equal for all ranks.
         capacity: None exchanges counts first and waits for them (exact, any imbalance); otherwise
             buffers have a fixed size and nothing waits for the device (CUDA graphs).
+        transport: What moves rows: "torch", the group's own all-to-all.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: ``bounds`` do not ascend from 0, or are not one more than the ranks.
+        UnsupportedError: ``transport`` is "deep_ep".
     """
 
     group: dist.ProcessGroup
     bounds: tuple[int, ...]
     capacity: Capacity | None = None
+    transport: str = "torch"
     # This rank's place in the group, and how many there are.
     rank: int = field(init=False)
     size: int = field(init=False)
@@ -81,6 +89,9 @@ class Ranks:
         require_type("bounds", self.bounds, tuple)
         if self.capacity is not None:
             require_type("capacity", self.capacity, Capacity)
+        require_name("transport", self.transport, ("torch", "deep_ep"))
+        if self.transport == "deep_ep":
+            raise UnsupportedError(_DEEP_EP)
         object.__setattr__(self, "rank", dist.get_rank(self.group))
         object.__setattr__(self, "size", dist.get_world_size(self.group))
         for bound in self.bounds:

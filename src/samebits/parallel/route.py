@@ -162,7 +162,7 @@ def take(rows: Tensor, index: Tensor, missing: float) -> Tensor:
     if rows.shape[0] == 0:
         return rows.new_full((index.shape[0], *rows.shape[1:]), missing)
     found = rows.index_select(0, torch.where(inside, index, 0))
-    return torch.where(inside.view(-1, *(1,) * (rows.dim() - 1)), found, missing)
+    return found.masked_fill_(~inside.view(-1, *(1,) * (rows.dim() - 1)), missing)
 
 
 def _exchange(

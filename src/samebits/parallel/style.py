@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -15,6 +14,7 @@ from samebits.errors import UnsupportedError, must
 from samebits.nn.experts import Experts
 from samebits.parallel.layer import parallel_experts
 from samebits.parallel.ranks import Capacity, Ranks
+from samebits.parallel.row_parallel import summed_backward
 from samebits.routing import Routing
 from samebits.weights import ExpertWeights
 
@@ -86,7 +86,7 @@ class ParallelExperts(Experts):
             for name, tensor in weights.named_tensors().items()
         }
         if _SHARED in local and torch.is_grad_enabled():
-            local[_SHARED] = _SumOverRanks.apply(local[_SHARED], self.ranks)  # type: ignore[no-untyped-call]
+            local[_SHARED] = summed_backward(local[_SHARED], self.ranks.group)
         return dataclasses.replace(weights, **local)
 
     @torch.no_grad()
@@ -149,23 +149,3 @@ class ExpertParallel(ParallelStyle):
         assert isinstance(module, ParallelExperts)
         module.ranks = Ranks.of(device_mesh.get_group(), module.num_experts, capacity=self.capacity)
         return module
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Return the tensor; sum its gradient over the ranks, in rank order."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        mine = grads[0].contiguous()
-        every = [torch.empty_like(mine) for _ in range(ctx.ranks.size)]
-        dist.all_gather(every, mine, group=ctx.ranks.group)
-        wide = torch.promote_types(mine.dtype, torch.float32)
-        total = torch.zeros(mine.shape, dtype=wide, device=mine.device)
-        for share in every:
-            total = total + share
-        return total.to(mine.dtype), None

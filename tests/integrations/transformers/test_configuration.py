@@ -1,6 +1,7 @@
 """What `samebits explain --model` reads from a folder with a config.json."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,10 +103,39 @@ def test_a_configuration_that_transformers_cannot_build_is_refused() -> None:
         problems_of_config(config)
 
 
-def test_a_stored_format_is_refused_with_the_way_out() -> None:
-    config = _gpt_oss(quantization_config={"quant_method": "mxfp4"})
+@pytest.mark.parametrize(
+    ("stored", "key"),
+    [
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "mxfp4", "dequantize": True}, None),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_16x128/fp8_128x128"),
+        ({"quant_method": "fp8", "weight_block_size": [16, 16]}, "fp8_16x16"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "mxfp4"),
+    ],
+)
+def test_a_stored_format_is_part_of_the_problem(stored: dict[str, Any], key: str | None) -> None:
+    problems = problems_of_config(_gpt_oss(quantization_config=stored))
 
-    with pytest.raises(UnsupportedError, match="stored as mxfp4") as refusal:
+    formats = {None if p.format is None else p.format.key for p in problems.values()}
+    assert formats == {key}
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"quant_method": "gptq"},
+        {"quant_method": "fp8"},
+        {
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "activation_scheme": "static",
+        },
+    ],
+)
+def test_another_stored_format_is_refused_with_the_way_out(stored: dict[str, Any]) -> None:
+    config = _gpt_oss(quantization_config=stored)
+
+    with pytest.raises(UnsupportedError, match=f"stored as {stored['quant_method']}") as refusal:
         problems_of_config(config)
 
     assert f'samebits explain --problem "{GPT_OSS}"' in str(refusal.value)

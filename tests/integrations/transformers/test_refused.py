@@ -4,13 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
+from fp8_modules import build
 from refusals import documented
 from torch import nn
 from transformers import MixtralConfig
 from transformers.activations import ACT2FN
-from transformers.integrations import finegrained_fp8, moe
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from samebits.errors import UnsupportedError
@@ -91,15 +90,18 @@ def test_documented_activation_functions_exist():
     assert set(act_options()) <= set(ACT2FN)
 
 
-def test_fp8_experts_are_refused():
-    # As transformers' quantizer makes them.
-    decorated = moe.use_experts_implementation(
-        experts_class=type("FP8Experts", (finegrained_fp8.FP8Experts,), {}),
-        experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS,
-    )
-    config = MixtralConfig(num_local_experts=2, hidden_size=128, intermediate_size=128)
-    with torch.device("meta"):
-        module = decorated(config, block_size=(128, 128))
-    (refusal,) = [r for r in REFUSALS if r.cls == "FP8Experts"]
+FP8_OPTIONS = {
+    "static activation scales": {"activation_scheme": "static"},
+    "FP4 with fp32 scales": {"expert_dtype": "fp4"},
+    "F no multiple of a block's rows": {"columns": 80},
+}
+
+
+@pytest.mark.parametrize("refusal", [r for r in REFUSALS if r.cls == "FP8Experts"], ids=str)
+def test_options_of_fp8_experts_are_refused(refusal):
     with pytest.raises(UnsupportedError, match=refusal.reason):
-        attach(module)
+        attach(build(**FP8_OPTIONS[refusal.option]))
+
+
+def test_every_option_of_fp8_experts_that_is_refused_has_a_row():
+    assert {r.option for r in REFUSALS if r.cls == "FP8Experts"} == set(FP8_OPTIONS)

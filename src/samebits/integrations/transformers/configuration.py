@@ -13,6 +13,8 @@ transformers                    samebits
 ==============================  ======================
 """
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from torch import nn
 
 from samebits.errors import UnsupportedError, must
+from samebits.formats import MXFP4, FormatPair, WeightFormat
 from samebits.integrations.transformers.interface import is_decorated, load
 from samebits.integrations.transformers.plugin import attach
 from samebits.integrations.transformers.translation import ATTRIBUTE, Translation, weights_of
@@ -79,8 +82,7 @@ def problems_of_config(config: Any) -> dict[str, Problem]:
             problem = _problem_of(module, config)
             if problem not in problems.values():
                 problems[path] = problem
-    _refuse_formats(config, problems)
-    return problems
+    return _in_format(config, problems)
 
 
 def _problem_of(module: nn.Module, config: Any) -> Problem:
@@ -112,13 +114,35 @@ def _topk(config: Any) -> int:
     raise UnsupportedError(f"{type(config).__name__} has none of {names}, so K is not known")
 
 
-def _refuse_formats(config: Any, problems: dict[str, Problem]) -> None:
+def _in_format(config: Any, problems: dict[str, Problem]) -> dict[str, Problem]:
+    """Return the problems of the weights as the configuration says that they are stored."""
     stored = getattr(config, "quantization_config", None)
     if not stored:
-        return
-    method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+        return problems
+    said = stored if isinstance(stored, dict) else stored.to_dict()
+    method = getattr(said.get("quant_method"), "value", said.get("quant_method"))
+    block = said.get("weight_block_size")
+    if said.get("dequantize"):
+        return problems
+    if method == "mxfp4" or (method == "fp8" and said.get("expert_dtype") == "fp4"):
+        pair = FormatPair(gate_up=MXFP4, down=MXFP4)
+        return {name: replace(problem, format=pair) for name, problem in problems.items()}
+    if method == "fp8" and block and said.get("activation_scheme", "dynamic") == "dynamic":
+        return {
+            name: replace(problem, format=_fp8_blocks(problem, *block))
+            for name, problem in problems.items()
+        }
     first = next(iter(problems.values()))
     raise UnsupportedError(
-        f"its weights are stored as {getattr(method, 'value', method)}, which has no kernels here\n"
+        f"its weights are stored as {method}, in a way that samebits does not read\n"
         f'hint: load them dequantised; then it is samebits explain --problem "{first}"'
+    )
+
+
+def _fp8_blocks(problem: Problem, rows: int, columns: int) -> FormatPair:
+    """Return the formats of a checkpoint whose gate and up were quantised apart."""
+    first = math.gcd(rows, problem.F) if problem.activation.gated else rows
+    return FormatPair(
+        gate_up=WeightFormat(name="fp8", block=(first, columns)),
+        down=WeightFormat(name="fp8", block=(rows, columns)),
     )

@@ -112,7 +112,7 @@ class TinyExperts:
     ) -> Run:
         """Run one implementation; see ``ExpertsCase.run``."""
         place = device()
-        module = self._module(dtype, dtype).to(place)
+        module = self._runnable(dtype).to(place)
         module.config._experts_implementation = implementation
         if dropped:
             _expect_dropped(module)
@@ -178,6 +178,10 @@ class TinyExperts:
             loop = _forward_backward(module, plain_loop, inputs)
         return all(relative_error(loop[name], exact[name]) <= _AGREES for name in exact)
 
+    def _runnable(self, dtype: torch.dtype) -> Any:
+        """Return a copy for an implementation to run."""
+        return self._module(dtype, dtype)
+
     def _module(self, dtype: torch.dtype, wide: torch.dtype) -> Any:
         """Return a copy with parameters rounded to ``dtype`` and held in ``wide``."""
         module: Any = copy.deepcopy(self._master).to(dtype).to(wide)
@@ -221,7 +225,7 @@ def _forward_backward(module: Any, forward: Forward, inputs: Inputs) -> Results:
     probs = inputs.topk_probs.clone().requires_grad_()
     out = forward(module, x, inputs.topk_ids.clone(), probs)
     leaves = {"d_x": x, "d_topk_probs": probs}
-    leaves |= {f"d_{name}": parameter for name, parameter in module.named_parameters()}
+    leaves |= {f"d_{name}": p for name, p in module.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad(
         out, list(leaves.values()), inputs.dout, allow_unused=True, materialize_grads=True
     )

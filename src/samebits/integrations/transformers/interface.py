@@ -4,7 +4,6 @@ Everything here changes with transformers, and nothing else in the package impor
 """
 
 import importlib
-import inspect
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -71,12 +70,6 @@ def is_decorated(module: nn.Module, interface: Interface) -> bool:
         and code.co_filename == interface.moe.__file__
         and hasattr(forward, "__wrapped__")
     )
-
-
-def is_fp8(module: nn.Module, interface: Interface) -> bool:
-    """Return whether ``module``, a decorated one, is dispatched through the FP8 interface."""
-    names = inspect.getclosurevars(type(module).forward).nonlocals
-    return isinstance(names.get("experts_interface"), interface.fp8.FP8ExpertsInterface)
 
 
 def own_forward(module: nn.Module) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from samebits.integrations.transformers import fp8
 from samebits.integrations.transformers.translation import Translation
 
 # Fields of configurations that bound or change the gate of routed experts.
@@ -15,7 +16,8 @@ _OTHERS = re.compile(r"share|router|attn|attention")
 def notes_of(module: nn.Module, translation: Translation, name: str) -> str:
     """Return what the reader of the table should know of ``module``; empty where nothing."""
     config: Any = module.config
-    notes = [
+    notes = [fp8.NOTE] if fp8.is_quantized(module) else []
+    notes += [
         f"the class does not apply config.{field} = {value!r}, and neither does samebits"
         for field, value in sorted(vars(config).items())
         if _GATE_FIELD.search(field) and not _OTHERS.search(field) and _ignored(value, translation)

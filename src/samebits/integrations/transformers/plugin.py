@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from samebits.arguments import require_type
 from samebits.errors import UnsupportedError, must
 from samebits.experts import experts
-from samebits.integrations.transformers.interface import is_decorated, is_fp8, load
+from samebits.formats import Parameters
+from samebits.integrations.transformers import fp8
+from samebits.integrations.transformers.interface import is_decorated, load
 from samebits.integrations.transformers.notes import notes_of
 from samebits.integrations.transformers.reach import unreachable
 from samebits.integrations.transformers.translation import (
@@ -31,10 +33,6 @@ from samebits.routing import Routing
 NAME = "samebits"
 
 _EXACT_IN_FP32 = (torch.bfloat16, torch.float16)
-_FP8_REASON = (
-    "the experts are FP8 (transformers' FP8 interface): samebits does not run FP8 experts here; "
-    "load the model dequantized, or keep another experts_implementation"
-)
 
 torch.library.define("samebits::refuse", "(Tensor x, str reason) -> Tensor")
 
@@ -50,10 +48,10 @@ torch.library.register_fake("samebits::refuse", _refuse)
 
 
 def register() -> None:
-    """Enter the name ``samebits`` into transformers' experts interface, and a refusal for FP8.
+    """Enter the name ``samebits`` into transformers' experts interface and into its FP8 twin.
 
     Idempotent. transformers checks a requested name against both interfaces together, so the name
-    must exist in both: an FP8 model that asks for it gets the reason instead of a KeyError.
+    must exist in both.
 
     Raises:
         ImportError: transformers is absent or has no experts interface.
@@ -62,7 +60,7 @@ def register() -> None:
     """
     interface = load()
     interface.moe.ExpertsInterface.register(NAME, experts_forward)
-    interface.fp8.FP8ExpertsInterface.register(NAME, _fp8_forward)
+    interface.fp8.FP8ExpertsInterface.register(NAME, experts_forward)
 
 
 def experts_forward(
@@ -80,7 +78,7 @@ def experts_forward(
         top_k_weights: ``(T, K)``; bf16 and fp16 are widened to fp32, which is exact.
 
     Returns:
-        ``(T, H)`` in the dtype of ``hidden_states``; differentiable.
+        ``(T, H)`` in the dtype of ``hidden_states``; differentiable (quantised weights are frozen).
 
     Raises:
         UnsupportedError: The module cannot be translated, or is compiled without ``attach``.
@@ -95,7 +93,11 @@ def experts_forward(
             return refused
         translation = translate(self)
         setattr(self, ATTRIBUTE, translation)
-    weights = weights_of(self, translation)
+    weights: Parameters
+    if fp8.is_quantized(self):
+        weights = fp8.quantized_weights_of(self, translation, hidden_states.dtype)
+    else:
+        weights = weights_of(self, translation)
     num_experts = weights.down.shape[0]
     if getattr(self, "num_experts", num_experts) != num_experts:
         rule = f"hold num_experts = {self.num_experts} experts"
@@ -116,11 +118,6 @@ def experts_forward(
     )
     # Autocast narrows inside; the interface promises the dtype it was given.
     return out.to(hidden_states.dtype)
-
-
-def _fp8_forward(self: nn.Module, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    del hidden_states, arguments, options
-    raise UnsupportedError(f"{type(self).__name__}: {_FP8_REASON}")
 
 
 def _stale(module: nn.Module, translation: Translation | None) -> str:
@@ -196,14 +193,10 @@ def attach(model: nn.Module) -> Table:
     refused = dict(unreachable(model, set(found.values())))
     translations: dict[str, Translation] = {}
     for path, module in found.items():
-        reason = _FP8_REASON if is_fp8(module, interface) else None
-        if reason is None:
-            try:
-                translations[path] = translate(module)
-            except UnsupportedError as error:
-                reason = str(error)
-        if reason is not None:
-            refused[path] = f"{type(module).__name__}: {reason}"
+        try:
+            translations[path] = translate(module)
+        except UnsupportedError as error:
+            refused[path] = f"{type(module).__name__}: {error}"
     if refused:
         raise UnsupportedError(_refusal(refused))
     if not found:

@@ -9,8 +9,8 @@ import transformers
 
 from samebits._version import __version__
 from samebits.checks.models.protocol import Found, LanguageBuilder, UnbuildableError
+from samebits.integrations.transformers import fp8_case, zoo
 from samebits.integrations.transformers import implementations as registered
-from samebits.integrations.transformers import zoo
 from samebits.integrations.transformers.experts_case import FoundExperts, TinyExperts
 
 
@@ -55,11 +55,12 @@ class Transformers:
         return registered.implementations()
 
     def experts(self) -> Sequence[Found]:
-        """Every decorated class, and every module that might hold some and cannot be imported."""
-        return [
+        """Every decorated class, the FP8 class, and modules that cannot be imported to look."""
+        decorated: list[Found] = [
             FoundExperts(found) if isinstance(found, zoo.ExpertsClass) else FoundBroken(found)
             for found in zoo.discover()
         ]
+        return [*decorated, *fp8_case.found()]
 
     def languages(self, *, full: bool) -> Iterable[LanguageBuilder]:
         """Builders of whole language models."""

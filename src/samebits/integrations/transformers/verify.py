@@ -7,7 +7,6 @@ parameters, and the output and every gradient must agree. Casts in the class's c
 that the comparison is as sharp as fp64 allows.
 """
 
-import copy
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 from samebits.activation import Activation
 from samebits.errors import UnsupportedError
 from samebits.experts import experts
-from samebits.integrations.transformers import gate
+from samebits.integrations.transformers import fp8, gate
+from samebits.integrations.transformers.double import COLUMNS, double_of, inputs_of
 from samebits.integrations.transformers.interface import own_forward
 from samebits.integrations.transformers.oracle import Float64Casts
 from samebits.integrations.transformers.reading import Reader, Record
@@ -32,11 +32,6 @@ from samebits.integrations.transformers.translation import (
 )
 from samebits.routing import Routing
 from samebits.weights import Layout, PostExpertNorm
-
-# Sizes of the double, pairwise different so that no two dimensions can be mistaken.
-_EXPERTS, _HIDDEN, _COLUMNS, _TOPK, _TOKENS = 5, 14, 6, 3, 9
-# The expert that no token chooses: not the first or the last, which code may forget.
-_UNUSED = 2
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 # transformers 5.17 has no post-expert norm.
@@ -76,6 +71,9 @@ def translate(module: nn.Module) -> Translation:
     Determinism: the verdict depends on the class and its scalars only.
     """
     flags = _flags(module)
+    flags["quantized"] = fp8.is_quantized(module)
+    if flags["quantized"]:
+        fp8.check(module)
     _check_tensors(module, flags)
     functions = (own_forward(module), getattr(type(module), "_apply_gate", None))
     if "_apply_gate" in vars(module):
@@ -113,6 +111,8 @@ def _tensor_names(flags: dict[str, bool]) -> set[str]:
         names |= {first + "_bias", "down_proj_bias"}
     if flags["has_post_expert_norm"]:
         names.add("post_expert_norm.weight")
+    if flags["quantized"]:
+        names |= {first + fp8.SCALE, "down_proj" + fp8.SCALE}
     return names
 
 
@@ -125,80 +125,27 @@ def _check_tensors(module: nn.Module, flags: dict[str, bool]) -> None:
     if expected - held:
         raise UnsupportedError(f"it lacks {', '.join(sorted(expected - held))}")
     for name, tensor in module.named_parameters():
-        if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        if not flags["quantized"] and tensor.dtype not in (
+            torch.float64,
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+        ):
             raise UnsupportedError(f"its {name} is {tensor.dtype}, not bf16, fp16, fp32 or fp64")
-
-
-def _double(module: nn.Module, flags: dict[str, bool], generator: torch.Generator) -> nn.Module:
-    """Return a small module of the same class with random fp64 parameters on CPU."""
-    double: nn.Module = copy.copy(module)
-    double.__dict__ = dict(vars(module))
-    hidden, columns = _HIDDEN, _COLUMNS
-    rows = 2 * columns if flags["has_gate"] else columns
-    first = "gate_up_proj" if flags["has_gate"] else "up_proj"
-    shapes = {first: (rows, hidden), "down_proj": (hidden, columns)}
-    biases = {first + "_bias": (rows,), "down_proj_bias": (hidden,)}
-    # Parameters that a class announces but leaves out stay None.
-    parameters: dict[str, nn.Parameter | None] = dict.fromkeys(module._parameters)
-    for name, shape in (shapes | (biases if flags["has_bias"] else {})).items():
-        stored = shape[::-1] if flags["is_transposed"] else shape
-        parameters[name] = _random((_EXPERTS, *stored), generator)
-    double.__dict__["_parameters"] = parameters
-    double.__dict__["_modules"] = dict(module._modules)
-    norm = module._modules.get("post_expert_norm")
-    if norm is not None and flags["has_post_expert_norm"]:
-        small = copy.copy(norm)
-        small.__dict__ = dict(vars(norm))
-        small.__dict__["_parameters"] = {"weight": _random((hidden,), generator)}
-        double.__dict__["_modules"]["post_expert_norm"] = small
-    double.__dict__["num_experts"] = _EXPERTS
-    for name, value in vars(module).items():
-        if type(value) is int and name.startswith("hidden_"):
-            double.__dict__[name] = hidden
-        if type(value) is int and name.startswith("intermediate_"):
-            double.__dict__[name] = columns
-    return double
-
-
-def _random(shape: tuple[int, ...], generator: torch.Generator) -> nn.Parameter:
-    value = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return nn.Parameter(value)
-
-
-class _Inputs(NamedTuple):
-    x: Tensor
-    topk_ids: Tensor
-    topk_probs: Tensor
-    dout: Tensor
-
-
-def _inputs(generator: torch.Generator, spread: float) -> _Inputs:
-    """Return inputs for every expert but ``_UNUSED``; the first projection has rms ``spread``."""
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-
-    ids = torch.stack(
-        [torch.randperm(_EXPERTS - 1, generator=generator)[:_TOPK] for _ in range(_TOKENS)]
-    )
-    ids = ids + (ids >= _UNUSED)
-    probs = torch.rand(_TOKENS, _TOPK, generator=generator, dtype=torch.float64) + 0.1
-    x = draw(_TOKENS, _HIDDEN) * (spread / _HIDDEN**0.5)
-    return _Inputs(x, ids, probs, draw(_TOKENS, _HIDDEN))
 
 
 def _verify(module: nn.Module, flags: dict[str, bool]) -> Translation:
     generator = torch.Generator().manual_seed(0)
-    double = _double(module, flags, generator)
+    double = double_of(module, flags, generator)
     gated, normed = flags["has_gate"], flags["has_post_expert_norm"]
     record = Record()
     reader = Reader(double, record)
-    inputs = _inputs(generator, 1.0)
+    inputs = inputs_of(generator, 1.0)
     try:
         with Float64Casts():
             own_forward(module)(reader, inputs.x, inputs.topk_ids, inputs.topk_probs)
             function = reader._apply_gate if gated else reader.act_fn
-            function(inputs.x[:, : 2 * _COLUMNS if gated else _COLUMNS])
+            function(inputs.x[:, : 2 * COLUMNS if gated else COLUMNS])
     except _FAILURES as error:
         raise UnsupportedError(f"its own forward fails on a small copy of it: {error}") from error
     record.refuse_strange(_tensor_names(flags))
@@ -268,8 +215,9 @@ def _spread(activation: Activation) -> float:
 def _compare(double: nn.Module, translation: Translation) -> float:
     """Return the largest error of the library against the class, over output and gradients."""
     generator = torch.Generator().manual_seed(1)
-    inputs = _inputs(generator, _spread(translation.activation))
-    leaves = [inputs.x.requires_grad_(), inputs.topk_probs.requires_grad_(), *double.parameters()]
+    inputs = inputs_of(generator, _spread(translation.activation))
+    parameters = [p for p in double.parameters() if p.requires_grad]
+    leaves = [inputs.x.requires_grad_(), inputs.topk_probs.requires_grad_(), *parameters]
     try:
         with Float64Casts():
             theirs = own_forward(double)(double, inputs.x, inputs.topk_ids, inputs.topk_probs)

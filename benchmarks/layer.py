@@ -1,6 +1,7 @@
 """Time the whole layer, forward, beside its peers: ms, fraction of the floors, ratio to the best.
 
-    ./run bench --layer --quick                    # ten cells, about two minutes
+    ./run bench --layer --quick                    # ten cells, about a minute
+    ./run bench --layer --full --assert benchmarks/targets.toml     # what the targets are about
     ./run bench --layer [--shapes …] [--tokens …] [--routings uniform,zipf,one] [--options]
 
 Each candidate is checked against fp64 first: the worst of eight rows within 6e-3 (peers: 2e-2).
@@ -8,7 +9,7 @@ Times are medians of CUDA-graph replays that rotate through several routings, so
 weights do not come from the cache; peers that cannot be captured are launched plainly.
 floor = max(FLOP / 790 TFLOP/s, bytes / 4.3 TB/s), bytes = weights of touched experts once +
 activations once. staged = the same for each stage on its own, rows padded to tiles of 64, at the
-rates that this run measured, + combine + 3 µs a launch.
+rates that this run measured, + combine + 3 µs a launch. Kernels are compiled first, in processes.
 """
 
 import argparse
@@ -16,13 +17,18 @@ import hashlib
 import json
 import math
 import statistics
+import sys
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
+import stored_rows
+import targets
 import torch
 from layer_cases import (
     QUICK,
+    ROUTED,
     ROUTINGS,
     TOKENS,
     cells_of,
@@ -35,9 +41,9 @@ from layer_cases import (
     worst_error,
 )
 from layer_peers import best_peer, peers_of, speed_of_this_machine
-from timing import clocks
+from timing import clocks, compile_in_processes
 
-from samebits import env
+from samebits import env, warmup
 from samebits.activation import Activation
 from samebits.experts import experts
 from samebits.problem import ProbPlacement
@@ -198,6 +204,48 @@ def summary(rows, speed):
             )
 
 
+def jobs_of(arguments):
+    """Return {(shape, variant): [(routing, T), …]}, in the order in which they are timed."""
+    chosen = arguments.tokens.split(","), arguments.shapes.split(",")
+    cells = arguments.cells or [(s, int(t)) for t, s in product(*chosen)]
+    if arguments.quick:
+        cells = QUICK
+    jobs = {}
+    for shape in dict.fromkeys(shape for shape, _ in cells):
+        tokens = [t for s, t in cells if s == shape]
+        for variant in variants_of(shape, arguments.options or arguments.full):
+            found = [(routing, t) for routing in arguments.routings.split(",") for t in tokens]
+            if arguments.full and variant == "plain":
+                found += [(r, t) for r in ROUTINGS[1:] for t in tokens if t in ROUTED]
+            jobs[shape, variant] = found
+    return jobs
+
+
+def compile_share(jobs, backends, index, count):
+    """Compile every ``count``-th of what the jobs launch."""
+    work = [
+        (shape, variant, tokens, backend)
+        for (shape, variant), found in jobs.items()
+        for tokens in dict.fromkeys(t for _, t in found)
+        for backend in backends
+    ]
+    for shape, variant, tokens, backend in work[index::count]:
+        warmup(variants_of(shape, True)[variant], [tokens], backend=backend)
+
+
+def missed(arguments, whole):
+    """Return a line for each result of ours that is wrong, and for each target that is missed."""
+    found = [
+        f"{row['shape']} T={row['T']} {row['routing']} {row['variant']}: wrong result"
+        for row in whole["rows"]
+        if set(row["wrong"]) & set(OURS)
+    ]
+    if arguments.targets:
+        asked = [t for t in targets.read(arguments.targets) if t["op"] == "layer"]
+        found += targets.misses(asked, stored_rows.cells(whole))
+    return found
+
+
 def parser():
     made = argparse.ArgumentParser(
         prog="./run bench --layer", description=__doc__,
@@ -208,54 +256,63 @@ def parser():
     made.add_argument("--routings", default="uniform", help=",".join(ROUTINGS))
     made.add_argument("--cells", type=cells_of, help="for example qwen3-30b:1,mixtral:1024")
     made.add_argument("--quick", action="store_true", help="ten cells, torch's product as peer")
+    made.add_argument("--full", action="store_true", help="every cell, options, other routings")
     made.add_argument("--options", action="store_true", help="also the models' own options")
     made.add_argument("--backends", default="fused,grouped")
     made.add_argument("--peers", default=None, help="torch,transformers,liger; none")
     made.add_argument("--out", type=Path, default=HERE / "results" / "layer.json")
+    made.add_argument("--assert", dest="targets", type=Path, help="a TOML file of targets")
+    made.add_argument("--compile-share", nargs=2, type=int, help=argparse.SUPPRESS)
     return made
 
 
 def main(argv=None):
-    """Return 0, or 1 where a result of ours is wrong."""
+    """Return 0, or 1 where a result of ours is wrong or a target is missed."""
+    argv = sys.argv[1:] if argv is None else argv
     arguments = parser().parse_args(argv)
-    arguments.backends = arguments.backends.split(",")
-    peers = arguments.peers or ("torch" if arguments.quick else "torch,transformers")
-    arguments.peers = peers.split(",")
-    shapes, tokens = arguments.shapes.split(","), map(int, arguments.tokens.split(","))
-    cells = arguments.cells or (
-        QUICK if arguments.quick else [(s, t) for t in tokens for s in shapes]
-    )
+    backends = arguments.backends.split(",")
+    short = arguments.quick or arguments.full
+    arguments.peers = (arguments.peers or ("torch" if short else "torch,transformers")).split(",")
+    arguments.backends = backends
+    jobs = jobs_of(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device here; this benchmark has nothing to time")
+    if arguments.compile_share:
+        compile_share(jobs, backends, *arguments.compile_share)
+        return 0
     began = time.time()
+    compile_in_processes(str(HERE / "layer.py"), *argv)
     measured = rates()
     print(
         f"{torch.cuda.get_device_name()}  cuBLAS {measured.flop_per_ms / 1e9:.0f} TFLOP/s  "
-        f"copy {measured.byte_per_ms / 1e9:.2f} TB/s  clocks {clocks()}  kernels {kernel_hash()}"
-    )
+        f"copy {measured.byte_per_ms / 1e9:.2f} TB/s  clocks {clocks()}  kernels {kernel_hash()}  "
+        f"compiled in {time.time() - began:.0f} s", flush=True,
+    )  # fmt: skip
     rows = []
     with torch.no_grad():
-        for shape in dict.fromkeys(shape for shape, _ in cells):
-            for variant, problem in variants_of(shape, arguments.options).items():
-                weights = weights_of(problem)
-                for routing in arguments.routings.split(","):
-                    for count in (t for s, t in cells if s == shape):
-                        cell = (shape, count, routing, variant)
-                        rows.append(measure(cell, problem, weights, arguments, measured))
-                        print(line(rows[-1], speed_of_this_machine(rows)), flush=True)
-                del weights
-                torch.cuda.empty_cache()
+        for (shape, variant), cells in jobs.items():
+            problem = variants_of(shape, True)[variant]
+            weights = weights_of(problem)
+            for routing, tokens in cells:
+                cell = (shape, tokens, routing, variant)
+                rows.append(measure(cell, problem, weights, arguments, measured))
+                print(line(rows[-1], speed_of_this_machine(rows)), flush=True)
+            del weights
+            torch.cuda.empty_cache()
     speed = speed_of_this_machine(rows)
     summary(rows, speed)
-    about = {
+    whole = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
         "triton": env.version_of("triton"), "transformers": env.version_of("transformers"),
         "kernels": kernel_hash(), "rates": vars(measured), "speed": speed,
-        "seconds": round(time.time() - began),
+        "seconds": round(time.time() - began), "rows": rows,
     }  # fmt: skip
-    arguments.out.write_text(json.dumps(about | {"rows": rows}, indent=0) + "\n")
-    print(f"{about['seconds']} s; rows in {arguments.out}")
-    return 1 if any(set(row["wrong"]) & set(OURS) for row in rows) else 0
+    arguments.out.write_text(json.dumps(whole, indent=0) + "\n")
+    print(f"{whole['seconds']} s; rows in {arguments.out}")
+    failures = missed(arguments, whole)
+    for failure in failures:
+        print(f"MISS {failure}")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

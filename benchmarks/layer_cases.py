@@ -11,6 +11,8 @@ from samebits.weights import ExpertWeights
 
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
 ROUTINGS = ("uniform", "zipf", "one")
+# Where a full run also times the other routings.
+ROUTED = (64, 1024, 16384)
 # A subset for two minutes: every shape, every regime.
 QUICK = (
     ("qwen3-30b", 1), ("qwen3-30b", 64), ("qwen3-30b", 4096), ("mixtral", 1024),

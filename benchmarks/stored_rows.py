@@ -25,12 +25,14 @@ def read(paths: list[Path]) -> list[Row]:
         text = path.read_text()
         lines = [json.loads(text)] if path.suffix == ".json" else map(json.loads, text.splitlines())
         for entry in lines:
-            rows += _cells(entry) if "rows" in entry else [entry]
+            rows += cells(entry) if "rows" in entry else [entry]
     return rows
 
 
-def _cells(whole: Row) -> list[Row]:
-    found = []
+def cells(whole: Row) -> list[Row]:
+    """Return the rows of one file of ``layer.py`` or ``training.py``."""
+    found: list[Row] = []
+    plain: dict[tuple[Any, ...], float] = {}
     for cell in whole["rows"]:
         training = "host_ms" in cell
         module = import_module("training" if training else "layer_peers")
@@ -52,6 +54,11 @@ def _cells(whole: Row) -> list[Row]:
         }  # fmt: skip
         if "staged_ms" in cell:
             ours["staged"] = ms / cell["staged_ms"]
+        place = (cell["shape"], cell["T"], base["routing"])
+        if base["variant"] == "plain":
+            plain[place] = ms
+        elif not training and place in plain:
+            ours |= {"over_plain": ms / plain[place], "beyond_plain_ms": ms - plain[place]}
         if training:
             ours["host"] = cell["host_ms"][backend] / ms
             held = [v for k, v in cell["memory"].items() if k.startswith("transformers")]

@@ -84,6 +84,36 @@ def test_cells_are_read_strictly() -> None:
             cells_of(text)
 
 
+def test_a_full_run_has_every_cell_its_options_and_some_other_routings() -> None:
+    import layer
+
+    whole = layer.jobs_of(layer.parser().parse_args(["--full"]))
+    quick = layer.jobs_of(layer.parser().parse_args(["--quick"]))
+
+    uniform = {name: [t for r, t in cells if r == "uniform"] for name, cells in whole.items()}
+    assert all(len(tokens) == 7 for tokens in uniform.values())
+    assert len(whole) == len(MODELS) + 2
+    assert ("one", 1024) in whole["mixtral", "plain"]
+    assert ("one", 1024) not in whole["gpt-oss-120b", "gpt-oss"]
+    assert sum(map(len, quick.values())) == 10
+
+
+def test_what_options_cost_is_taken_from_the_plain_row() -> None:
+    import stored_rows
+
+    def row(variant: str, ms: float) -> dict[str, object]:
+        return {
+            "shape": "llama4-scout", "T": 64, "routing": "uniform", "variant": variant,
+            "ms": {"fused": ms}, "floor_ms": 1.0, "staged_ms": 1.0, "error": {}, "wrong": [],
+        }  # fmt: skip
+
+    whole = {"rows": [row("plain", 2.0), row("fc1_input", 2.5)], "speed": 1.0}
+    cells = [cell for cell in stored_rows.cells(whole) if cell["candidate"] == "samebits"]
+
+    assert "over_plain" not in cells[0]
+    assert (cells[1]["over_plain"], cells[1]["beyond_plain_ms"]) == (1.25, 0.5)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_says_that_it_needs_a_gpu() -> None:
     import layer

@@ -1,6 +1,6 @@
 """Time candidate tiles of the projections over quantised weights, check their bits, write JSON.
 
-    python benchmarks/tune_quantized.py --out FILE [--shapes mixtral] [--tokens 1] [--formats fp8]
+    python benchmarks/tune_quantized.py --out FILE [--formats fp8,mxfp4]
 
 The bits of every candidate are compared with the dense kernel on the dequantised matrices, which is
 also what speed-ups are counted against. A candidate enters the table only from here.
@@ -39,9 +39,17 @@ TILES = [
     (8, 64, 128, 1, 4),
     (16, 64, 128, 2, 4),
     (16, 128, 128, 2, 4),
+    (32, 64, 128, 2, 4),
 ]
+# What is timed unless arguments say otherwise.
+CELLS = {
+    "fp8": {"mixtral": (1, 4, 16, 64), "gpt-oss-120b": (16,), "deepseek-v3": (4, 16)},
+    "mxfp4": {"mixtral": (1, 4, 16, 64), "gpt-oss-120b": (4, 16, 64), "deepseek-v3": (16,)},
+    "mxfp8": {"mixtral": (16,)},
+    "nvfp4": {"mixtral": (16,)},
+}
 # Formats that are timed with fewer.
-FEW = {"mxfp8": TILES[::4], "nvfp4": TILES[::4]}
+FEW = {"mxfp8": TILES[:5:4], "nvfp4": TILES[:5:4]}
 COPIES = [(16, 512, 4), (32, 256, 4), (8, 1024, 4), (16, 512, 8), (64, 128, 4)]
 
 
@@ -116,7 +124,7 @@ def measure(name, tokens, weights, expected, results):
     for stage in ("first", "second"):
         matrix = getattr(weights, "gate_up" if stage == "first" else "down")
         numbers = inputs.touched * matrix.shape[1] * matrix.shape[2]
-        repeats = min(max(1, int(4e10 / numbers) // 4), 30)
+        repeats = min(max(1, int(8e9 / numbers)), 20)
 
         def run(which, weights, config, stage=stage):
             if stage == "first":
@@ -128,7 +136,8 @@ def measure(name, tokens, weights, expected, results):
         rows = []
         for tile in FEW.get(held.name, TILES):
             candidate = config(*tile)
-            if tile[0] < 16 and tokens * problem.K / problem.E > 8:
+            per_expert = tokens * problem.K / problem.E
+            if not tile[0] / 8 <= max(per_expert, 2) <= 2 * tile[0]:
                 continue
             value = run(0, weights, candidate)
             same = bool(torch.equal(value[:live], (hs[0] if stage == "first" else ys)[:live]))
@@ -232,9 +241,7 @@ def compile_share(index, count):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="tune.json")
-    parser.add_argument("--shapes", default="mixtral,gpt-oss-120b,deepseek-v3")
-    parser.add_argument("--tokens", default="1,4,16")
-    parser.add_argument("--formats", default="fp8,mxfp4,mxfp8,nvfp4")
+    parser.add_argument("--formats", default=",".join(CELLS))
     parser.add_argument("--compile-share", nargs=2, type=int)
     parser.add_argument("--seconds", type=float, default=80)
     args = parser.parse_args()
@@ -247,7 +254,7 @@ def main():
     results = []
     layouts_and_scales(results)
     for key in args.formats.split(","):
-        for name in args.shapes.split(","):
+        for name, tokens in CELLS[key].items():
             if time.time() - start > args.seconds:
                 print("out of time before", key, name)
                 break
@@ -255,8 +262,8 @@ def main():
             if name == "mixtral" or key == "mxfp4":
                 copies(name, weights, results)
             expected = dense(weights)
-            for tokens in map(int, args.tokens.split(",")):
-                measure(name, tokens, weights, expected, results)
+            for count in tokens:
+                measure(name, count, weights, expected, results)
             del weights, expected
             torch.cuda.empty_cache()
             versions = {"torch": torch.__version__, "triton": triton.__version__}

@@ -217,10 +217,13 @@ def why_no_kernels(problem: Problem) -> str | None:
 
     Determinism: pure function of the problem.
     """
-    if int(problem.device.removeprefix("sm_")) < 80:
+    architecture = int(problem.device.removeprefix("sm_"))
+    if architecture < 80:
         return f"its kernels need sm_80 or newer, not {problem.device}"
-    if problem.format is not None:
-        return "it has no kernels for quantised weights"
+    if problem.format is not None and architecture < 89:
+        first = problem.format.gate_up
+        if "e4m3" in (first.values, first.scales):
+            return f"Triton reads E4M3 ({first}) on sm_89 or newer, not on {problem.device}"
     if problem.dtype == "fp64":
         return "its kernels compute bf16, fp16 and fp32"
     if problem.norm_eps is not None:

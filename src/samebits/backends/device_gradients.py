@@ -12,6 +12,7 @@ from torch import Tensor
 
 from samebits.backends import passes
 from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
+from samebits.backends.matrices import dense_of
 from samebits.ops.permute.tuning import Metadata
 from samebits.problem import Problem, ProbPlacement
 from samebits.weight_gradients import Buffer
@@ -62,7 +63,7 @@ def backward(
     if want_dz or want_partial or "down" in want:
         dz, h, partial = launch_hidden_gradient(
             dy,
-            call.down,
+            dense_of(problem, call, "down", metadata.offsets),
             z,
             metadata.slots,
             metadata.tiles,
@@ -163,7 +164,8 @@ class _Products:
         if self.problem.dtype == "fp32":
             config = config.for_fp32()
         tiles = launch_tiles(self.metadata.offsets, self.total, config.block_r)
-        matrices = self.call.gate_up.transpose(1, 2)
+        offsets = self.metadata.offsets
+        matrices = dense_of(self.problem, self.call, "gate_up", offsets).transpose(1, 2)
         return launch_second_projection(
             dz, self.metadata.slots, tiles, matrices, None, None, config
         )

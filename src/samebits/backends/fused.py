@@ -12,6 +12,7 @@ from torch import Tensor
 
 from samebits.backends import device_gradients
 from samebits.backends.call import Call, Gradients, why_no_kernels
+from samebits.backends.matrices import matrix_of, tiles_of
 from samebits.ops.indirect_gemm.tuning import Config
 from samebits.ops.permute.tuning import Metadata
 from samebits.ops.slot_gemm import tuning as slot_tuning
@@ -48,16 +49,16 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
 
     topk, tokens = problem.K, call.topk_ids.shape[0]
     tiles = slot_tuning.heuristic(tokens, topk, problem.E, problem.device, problem.dtype)
-    if tiles is not None and tokens and not save:
+    if tiles is not None and tokens and not save and problem.format is None:
         return _by_slot(problem, call, tiles), call.x.new_empty(0, call.gate_up.shape[1])
-    h, z, metadata, second = _first_projection(problem, call, save=save)
+    h, z, metadata, second, upcast = _first_projection(problem, call, save=save)
     probs = call.topk_probs.contiguous()
     placed = {p: probs if p == problem.placement else None for p in ProbPlacement}
     y = launch_second_projection(
         h,
         metadata.slots,
         metadata.tiles,
-        call.down,
+        matrix_of(problem, call, "down", metadata.offsets, upcast=upcast),
         call.down_bias,
         placed[ProbPlacement.FC2_INPUT],
         second,
@@ -85,16 +86,13 @@ def recomputed(problem: Problem, call: Call) -> Tensor:
 
 def _first_projection(
     problem: Problem, call: Call, *, save: bool
-) -> tuple[Tensor, Tensor | None, Metadata, Config]:
-    """Return h and, if ``save``, z by row; the metadata and the tile of the second projection."""
-    from samebits.ops.indirect_gemm.kernel import launch_first_projection
-    from samebits.ops.indirect_gemm.tuning import heuristic
+) -> tuple[Tensor, Tensor | None, Metadata, Config, bool]:
+    """Return h and, if ``save``, z by row; the metadata; the second tile, and if it upcasts."""
+    from samebits.ops.indirect_gemm.kernel import First, launch_first_projection
     from samebits.ops.permute.kernel import launch_metadata, launch_permute
 
-    topk, total = problem.K, call.topk_ids.numel()
-    first, second = heuristic(max(total, 1), problem.E, problem.device)
-    if problem.dtype == "fp32":
-        first, second = (config.for_fp32() for config in (first, second))
+    topk = problem.K
+    first, second, upcast = tiles_of(problem, call)
     metadata = launch_metadata(
         call.topk_ids,
         problem.E,
@@ -112,7 +110,11 @@ def _first_projection(
         x,
         metadata.slots,
         metadata.tiles,
-        _weights(problem, call),
+        First(
+            matrix_of(problem, call, "gate_up", metadata.offsets, upcast=upcast),
+            call.gate_up_bias,
+            problem.layout,
+        ),
         problem.activation,
         placed[ProbPlacement.FC2_INPUT],
         first,
@@ -120,7 +122,7 @@ def _first_projection(
         gather=gather,
         save=save,
     )
-    return h, z, metadata, second
+    return h, z, metadata, second, upcast
 
 
 def _weights(problem: Problem, call: Call) -> ExpertWeights:

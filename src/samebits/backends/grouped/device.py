@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.call import Call, why_no_kernels
+from samebits.backends.matrices import matrix_of, tiles_of
 from samebits.ops.indirect_gemm.tuning import Config
 from samebits.ops.permute.tuning import Metadata
 from samebits.problem import DTYPES, Problem, ProbPlacement
@@ -31,6 +32,8 @@ class First(NamedTuple):
     z: Tensor
     metadata: Metadata
     config: Config
+    # Whether the tile upcasts quantised weights itself.
+    upcast: bool
 
 
 def first_projection(problem: Problem, call: Call) -> First:
@@ -43,7 +46,9 @@ def first_projection(problem: Problem, call: Call) -> First:
     from samebits.ops.grouped_gemm.tuning import config_of
     from samebits.ops.permute.kernel import launch_metadata, launch_permute
 
-    config = config_of(call.topk_ids.numel(), problem.E, problem.device, problem.dtype)
+    _, config, upcast = tiles_of(problem, call)
+    if not upcast:
+        config = config_of(call.topk_ids.numel(), problem.E, problem.device, problem.dtype)
     metadata = launch_metadata(
         call.topk_ids,
         problem.E,
@@ -55,9 +60,15 @@ def first_projection(problem: Problem, call: Call) -> First:
     probs = call.topk_probs.contiguous() if on_input else None
     rows = launch_permute(call.x, metadata.inverse, problem.K, probs)
     z = launch_grouped_gemm(
-        rows, metadata, call.gate_up, call.gate_up_bias, None, config, problem.device
+        rows,
+        metadata,
+        matrix_of(problem, call, "gate_up", metadata.offsets, upcast=upcast),
+        call.gate_up_bias,
+        None,
+        config,
+        problem.device,
     )
-    return First(z, metadata, config)
+    return First(z, metadata, config, upcast)
 
 
 def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor]:
@@ -71,7 +82,7 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     from samebits.ops.grouped_gemm.kernel import launch_grouped_gemm
     from samebits.ops.permute.kernel import launch_combine
 
-    z, metadata, config = first_projection(problem, call)
+    z, metadata, config, upcast = first_projection(problem, call)
     probs = call.topk_probs.contiguous()
     placed = {p: probs if p == problem.placement else None for p in ProbPlacement}
     on_hidden = placed[ProbPlacement.FC2_INPUT]
@@ -81,9 +92,8 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
         num_rows=metadata.offsets[-1:],
     )
     h = launch_activation_forward(operands, problem.activation, problem.layout)
-    y = launch_grouped_gemm(
-        h, metadata, call.down, call.down_bias, on_hidden, config, problem.device
-    )
+    down = matrix_of(problem, call, "down", metadata.offsets, upcast=upcast)
+    y = launch_grouped_gemm(h, metadata, down, call.down_bias, on_hidden, config, problem.device)
     out = launch_combine(
         y,
         metadata.inverse,

@@ -21,6 +21,7 @@ def _dequantize_kernel(
     FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     VALUES: tl.constexpr = FORMAT[0]
+    SCALES: tl.constexpr = FORMAT[1]
     SCALE_ROWS: tl.constexpr = FORMAT[2]
     SCALE_COLUMNS: tl.constexpr = FORMAT[3]
     expert = tl.program_id(1)
@@ -53,7 +54,7 @@ def _dequantize_kernel(
     factor = None
     if global_ptr is not None:
         factor = tl.load(global_ptr + expert)
-    scales = scale_factors(scales, factor, FORMAT[1])
+    scales = scale_factors(scales, factor, SCALES)
     spread = tl.broadcast_to(scales[:, :, None], (BLOCK_N, BLOCK_K // GROUP, GROUP))
     w = (numbers * tl.reshape(spread, (BLOCK_N, BLOCK_K))).to(w_ptr.dtype.element_ty)
     w_ptrs = w_ptr + (e * N + n)[:, None] * K + k[None, :]

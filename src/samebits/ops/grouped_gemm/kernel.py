@@ -7,6 +7,7 @@ contiguous too, and one kernel has one set of bits.
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from samebits.formats.matrix import QuantizedMatrix
 from samebits.ops.grouped_gemm.tuning import prefers_torch, torch_has_the_bits
 from samebits.ops.indirect_gemm.kernel import launch_second_projection
 from samebits.ops.indirect_gemm.tuning import Config
@@ -16,7 +17,7 @@ from samebits.ops.permute.tuning import Metadata
 def launch_grouped_gemm(
     rows: Tensor,
     metadata: Metadata,
-    w: Tensor,
+    w: Tensor | QuantizedMatrix,
     bias: Tensor | None,
     probs: Tensor | None,
     config: Config,
@@ -27,7 +28,7 @@ def launch_grouped_gemm(
     Args:
         rows: ``(R, K)``, contiguous, sorted by expert.
         metadata: Of the rows, with tiles of ``config.block_r``.
-        w: ``(E, N, K)``, any strides.
+        w: ``(E, N, K)``, any strides; quantised ones need a tile that upcasts.
         bias: ``(E, N)``, any strides.
         probs: ``(T, K)`` by slot, factor of the bias alone.
         config: Tile of the kernel.
@@ -36,6 +37,8 @@ def launch_grouped_gemm(
     Determinism: one accumulator per element, contraction ascending; the same bits for every config,
     and for torch's product where that runs.
     """
-    if prefers_torch(rows.shape[0], w.shape[0]) and torch_has_the_bits(rows, w, bias, device):
+    dense = not isinstance(w, QuantizedMatrix)
+    wanted = dense and prefers_torch(rows.shape[0], w.shape[0])
+    if wanted and torch_has_the_bits(rows, w, bias, device):
         return grouped_mm(rows, w.transpose(1, 2), offs=metadata.offsets[1:])
     return launch_second_projection(rows, metadata.slots, metadata.tiles, w, bias, probs, config)

@@ -15,6 +15,8 @@ A tile of at most ``SHORT`` rows (the last of an expert) is computed with that m
 Quantised matrices (``FORMAT``) are upcast on their way, see ``samebits.ops._triton.quantized``.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,6 +38,7 @@ from samebits.ops._triton.quantized import contract_quantized
 from samebits.ops.activation.tiles import TileOptions, act_tile, glu_tile
 from samebits.ops.indirect_gemm.tuning import Config
 from samebits.ops.permute.tuning import Tiles
+from samebits.weights import Layout
 
 
 @triton.jit
@@ -262,11 +265,21 @@ def _second_projection_kernel(
             )  # fmt: skip
 
 
+class First(NamedTuple):
+    """What the first projection reads of an expert's parameters; ``ExpertWeights`` will do too."""
+
+    # (E, 2F or F, H), any strides. Quantised ones need a tile of ``tuning.quantized_heuristic``.
+    gate_up: Tensor | QuantizedMatrix
+    # (E, 2F or F).
+    gate_up_bias: Tensor | None
+    layout: Layout
+
+
 def launch_first_projection(
     x: Tensor,
     slots: Tensor,
     tiles: Tiles,
-    weights: Parameters,
+    weights: First | Parameters,
     activation: Activation,
     probs: Tensor | None,
     config: Config,
@@ -281,7 +294,7 @@ def launch_first_projection(
     """
     w, layout = weights.gate_up, weights.layout
     bias = None if weights.gate_up_bias is None else weights.gate_up_bias.contiguous()
-    rows, hidden, columns = slots.shape[0], w.shape[2], weights.down.shape[2]
+    rows, hidden, columns = slots.shape[0], w.shape[2], w.shape[1] // activation.columns
     h = x.new_empty(rows, columns)
     z = x.new_empty(rows, w.shape[1]) if save else None
     if rows == 0:

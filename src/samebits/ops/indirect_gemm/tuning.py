@@ -3,6 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
+from samebits.formats.descriptor import WeightFormat
+from samebits.problem import Problem
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -114,6 +117,52 @@ INPUT_GRADIENT_TABLE: tuple[tuple[float, Config], ...] = (
 # Where nothing has shown that two tiles share their bits there is one, whatever the size: it fits
 # the 99 KB of shared memory of sm_86, sm_89 and sm_120.
 UNMEASURED = Config(block_r=64, block_n=128, block_k=64, num_warps=4, num_stages=3, tma=False)
+
+
+def _upcasting(block_r: int, block_n: int, block_k: int, stages: int) -> Config:
+    """Quantised weights as the first operand, in registers: two warps, see ``supports_upcast``."""
+    return _streamed(block_r, block_n, block_k, 2, stages)
+
+
+# The same for quantised weights that are upcast on the way, from benchmarks/tune_quantized.py.
+QUANTIZED_TABLE: tuple[Entry, ...] = (
+    Entry(4.0, _upcasting(8, 128, 128, 4), _upcasting(8, 64, 128, 4)),
+    Entry(10.0, _upcasting(16, 128, 128, 4), _upcasting(16, 64, 128, 4)),
+)
+
+
+def supports_upcast(config: Config, held: WeightFormat) -> bool:
+    """Return whether a tile may upcast weights of a format.
+
+    Operands in registers are for ``mma.sync`` alone, which Triton takes for fewer than four warps:
+    asynchronous products of such operands may be wrong (docs/projections.md). Scales are one to a
+    power of two of columns, at least the four of a word.
+
+    Determinism: pure function of its arguments.
+    """
+    columns = held.columns
+    power = columns >= 4 and columns & (columns - 1) == 0
+    return config.swap and config.num_warps < 4 and config.block_k % 32 == 0 and power
+
+
+def quantized_heuristic(rows: int, problem: Problem) -> tuple[Config, Config] | None:
+    """Return tiles that upcast quantised weights for ``rows`` slots, or None: make them dense.
+
+    Determinism: pure function of its arguments; no choice changes bits.
+    """
+    held = problem.format
+    if held is None or problem.device != "sm_90" or problem.dtype not in ("bf16", "fp16"):
+        return None
+    entry = next((e for e in QUANTIZED_TABLE if rows / problem.E <= e.most), None)
+    if entry is None:
+        return None
+    first, second = entry.first, entry.second
+    if not (supports_upcast(first, held.gate_up) and supports_upcast(second, held.down)):
+        return None
+    # The rows of each part that a tile takes have to be neighbours.
+    span, part = problem.layout.interleave or problem.F, first.block_n // problem.activation.columns
+    near = part % span == 0 or span % part == 0 or span == problem.F
+    return (first, second) if near else None
 
 
 def heuristic(rows: int, experts: int, device: str) -> tuple[Config, Config]:

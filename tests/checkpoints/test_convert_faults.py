@@ -142,6 +142,34 @@ def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
         convert(source, tmp_path / "b", "stacked")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.safetensors.index.json", "{", "index.json is no JSON"),
+        ("model.safetensors.index.json", "[]", "index.json has no weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "has no weight_map"),
+        ("config.json", "{", r"config\.json is no JSON"),
+    ],
+)
+def test_a_damaged_json_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    source = write(tmp_path / "a", hf_tensors(SIZES), files=1)
+    convert(source, tmp_path / "b", "stacked")
+    plain = write(tmp_path / "c", read(tmp_path / "b"), files=1)
+    (plain / name).write_text(content)
+
+    with pytest.raises(BadFileError, match=message):
+        convert(plain, tmp_path / "d", "hf")
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_folder_of_other_files_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "pytorch_model.bin").write_bytes(b"x")
+
+    with pytest.raises(BadFileError, match="holds no safetensors file"):
+        convert(tmp_path / "a", tmp_path / "b", "hf")
+
+
 def test_one_name_in_two_files_is_an_error(tmp_path: Path) -> None:
     source = write(tmp_path / "a", hf_tensors(SIZES), files=1)
     save_file({f"{FIRST}.up_proj.weight": torch.zeros(12, 20)}, source / "more.safetensors")
@@ -242,6 +270,7 @@ def test_another_conversion_is_not_overwritten(tmp_path: Path) -> None:
         ({"to": "stacked:pairs"}, "layout key must look like"),
         ({"to": "stacked:interleave=5"}, "interleave must divide F = 12"),
         ({"to": "stacked", "tensor_parallel": 0}, "tensor_parallel must be >= 1"),
+        ({"to": "stacked", "expert_parallel": 4}, "expert_parallel must be <= 3, the experts"),
         ({"to": "stacked", "tensor_parallel": 8}, "must have a multiple of 8 in dimension 0"),
         ({"to": "stacked", "source_scheme": "dbrx"}, "must hold names of scheme dbrx"),
         ({"to": "dbrx", "source_scheme": "mixtral"}, "must hold names of scheme mixtral"),

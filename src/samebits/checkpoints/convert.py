@@ -73,7 +73,7 @@ def convert(
             conversion noted, or by its ``config.json``.
         num_experts: E, where the source's scheme does not say (DBRX).
         tensor_parallel: Ranks that share each expert.
-        expert_parallel: Ranks that share the experts.
+        expert_parallel: Ranks that share the experts, at most as many as those.
         shard_bytes: A file gets no further tensor where it would grow beyond this; None means the
             size of the largest file of the source.
         progress: Called after each file.
@@ -101,6 +101,10 @@ def convert(
     if destination.resolve() == source.resolve():
         raise ValueError(must("destination", "be another folder than source", destination))
     opened = open_checkpoint(source, source_scheme, num_experts)
+    fewest = min((layer.num_experts for layer in opened.layers.values()), default=0)
+    if expert_parallel > fewest:
+        rule = f"be <= {fewest}, the experts of a layer"
+        raise ValueError(must("expert_parallel", rule, expert_parallel))
     folders = plan(opened, target, ranks_of(tensor_parallel, expert_parallel))
     limit = opened.largest if shard_bytes is None else shard_bytes
     written = [output.shape for outputs in folders.values() for output in outputs]

@@ -1,16 +1,22 @@
 """A checkpoint, opened and checked: its experts as if they were in one place, and the rest."""
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from samebits.checkpoints.cut import CutExperts
-from samebits.checkpoints.files import Entry
+from samebits.checkpoints.files import BadFileError, Entry
 from samebits.checkpoints.layers import Experts, check_scales, layers_of
 from samebits.checkpoints.schemes import SCHEMES, Scheme, parse_scheme
-from samebits.checkpoints.source import Folder, Rank, open_folder, rank_folders, scheme_of
+from samebits.checkpoints.source import (
+    Folder,
+    Rank,
+    open_folder,
+    rank_folders,
+    read_json,
+    scheme_of,
+)
 from samebits.checkpoints.target import natural
 from samebits.errors import UnsupportedError, must
 from samebits.integrations.configs import from_hf_config
@@ -47,6 +53,8 @@ def open_checkpoint(source: Path, named: str | None, num_experts: int | None) ->
     ranks = {rank: open_folder(path) for rank, path in rank_folders(source).items()}
     main = open_folder(source)
     folders = [main, *ranks.values()]
+    if not any(folder.stamps for folder in folders):
+        raise BadFileError(f"{source} holds no safetensors file")
     cut = list(ranks.values()) or [main]
     scheme = _scheme(source, cut, named)
     layers, others = layers_of(main, scheme, num_experts)
@@ -113,9 +121,10 @@ def _configured(source: Path) -> Scheme | None:
     path = source / "config.json"
     if not path.is_file():
         return None
+    config = read_json(path)
     try:
-        layers = from_hf_config(json.loads(path.read_text(encoding="utf-8")))
-    except UnsupportedError:
+        layers = from_hf_config(config)
+    except (TypeError, UnsupportedError, ValueError):  # it does not tell
         return None
     told = {(layer.layout, layer.orientation) for layer in layers.values()}
     for name in ("stacked", "interleaved", "transposed", "gpt-oss"):

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from samebits.checkpoints.files import BadFileError, Entry, entries_of
 from samebits.checkpoints.schemes import SCHEMES, Scheme
@@ -73,7 +74,7 @@ def open_folder(path: Path) -> Folder:
     index = path / INDEX
     listed: Mapping[str, str] = {}
     if index.is_file():
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        listed = _weight_map(index)
         files = [path / name for name in sorted(set(listed.values()))]
         for file in files:
             if not file.is_file():
@@ -94,6 +95,28 @@ def open_folder(path: Path) -> Folder:
         if entry is None or entry.path.name != file_name:
             raise BadFileError(f"{index} says that {file_name} holds {name}, which it does not")
     return folder
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        BadFileError: It is damaged.
+
+    Determinism: exact.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadFileError(f"{path} is no JSON: {error}") from error
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    content = read_json(index)
+    held = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(held, dict) or not all(isinstance(name, str) for name in held.values()):
+        raise BadFileError(f"{index} has no weight_map of names to files")
+    return held
 
 
 def rank_folders(path: Path) -> dict[Rank, Path]:

@@ -150,6 +150,21 @@ def test_each_replacement_computes_its_function(path: str, name: str, dtype: tor
 
 
 @with_megatron
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_clamped_swiglu_has_the_bits_of_theirs(dtype: torch.dtype) -> None:
+    from megatron.core.fusions import fused_bias_swiglu
+
+    if not hasattr(fused_bias_swiglu, "clamped_swiglu"):
+        pytest.skip("needs a newer megatron-core")
+    y = (torch.randn(64, 512) * 4).to(dtype)
+
+    with torch.compiler.set_stance("force_eager"):
+        theirs = fused_bias_swiglu.clamped_swiglu(y, 3.0)
+
+    assert_bitwise_equal(functional.clamped_swiglu(y, 3.0), theirs)
+
+
+@with_megatron
 @pytest.mark.parametrize("clamp", [None, 0.75])
 def test_their_autograd_function_calls_the_replacements(clamp: float | None) -> None:
     from megatron.core.fusions import fused_bias_geglu, fused_bias_swiglu

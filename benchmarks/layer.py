@@ -19,24 +19,22 @@ import math
 import statistics
 import sys
 import time
-from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import stored_rows
 import targets
 import torch
 from layer_cases import (
-    QUICK,
-    ROUTED,
     ROUTINGS,
     TOKENS,
     cells_of,
     exact_rows,
     floor_ms,
+    jobs_of,
     rates,
     sets_of,
     staged_ms,
+    variants_of,
     weights_of,
     worst_error,
 )
@@ -44,12 +42,9 @@ from layer_peers import best_peer, peers_of, speed_of_this_machine
 from timing import clocks, compile_in_processes
 
 from samebits import env, warmup
-from samebits.activation import Activation
 from samebits.experts import experts
-from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 from samebits.testing.cases import MODELS
-from samebits.weights import Layout
 
 HERE = Path(__file__).parent
 OURS = ("fused", "grouped")
@@ -65,21 +60,6 @@ def kernel_hash():
     """Return a hash of every kernel: rows of other kernels cannot be mixed up."""
     files = sorted((HERE.parent / "src" / "samebits" / "ops").rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
-
-
-def variants_of(shape, options):
-    """Return the problems to time: the plain one, and with ``options`` the model's own."""
-    problem = MODELS[shape]
-    found = {"plain": problem}
-    if options and shape == "gpt-oss-120b":
-        activation = Activation(alpha=1.702, limit=7.0, linear_offset=1.0)
-        found["gpt-oss"] = replace(
-            problem, activation=activation, layout=Layout(interleave=1),
-            gate_up_bias="bf16", down_bias="bf16",
-        )  # fmt: skip
-    if options and shape == "llama4-scout":
-        found["fc1_input"] = replace(problem, placement=ProbPlacement.FC1_INPUT)
-    return found
 
 
 def ours(problem, weights, backend):
@@ -202,23 +182,6 @@ def summary(rows, speed):
                 f"{name:14} ({len(group):2}): fraction of floor {floor:.3f}, of staged "
                 f"{staged:.3f}; over the best peer {peer:.3f}"
             )
-
-
-def jobs_of(arguments):
-    """Return {(shape, variant): [(routing, T), …]}, in the order in which they are timed."""
-    chosen = arguments.tokens.split(","), arguments.shapes.split(",")
-    cells = arguments.cells or [(s, int(t)) for t, s in product(*chosen)]
-    if arguments.quick:
-        cells = QUICK
-    jobs = {}
-    for shape in dict.fromkeys(shape for shape, _ in cells):
-        tokens = [t for s, t in cells if s == shape]
-        for variant in variants_of(shape, arguments.options or arguments.full):
-            found = [(routing, t) for routing in arguments.routings.split(",") for t in tokens]
-            if arguments.full and variant == "plain":
-                found += [(r, t) for r in ROUTINGS[1:] for t in tokens if t in ROUTED]
-            jobs[shape, variant] = found
-    return jobs
 
 
 def compile_share(jobs, backends, index, count):

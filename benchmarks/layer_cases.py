@@ -1,13 +1,16 @@
 """Cells of the layer benchmark: weights, routings, floors, and the check that comes first."""
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from timing import copy_ceiling
 
+from samebits.activation import Activation
+from samebits.problem import ProbPlacement
 from samebits.testing.cases import MODELS
-from samebits.weights import ExpertWeights
+from samebits.weights import ExpertWeights, Layout
 
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
 ROUTINGS = ("uniform", "zipf", "one")
@@ -130,7 +133,6 @@ def _stage(flop, byte, measured):
 def exact_rows(problem, values, weights, picked):
     """Return the rows ``picked`` of the layer in fp64."""
     from samebits import activation as act
-    from samebits.problem import ProbPlacement
     from samebits.weights import split_gate_up
 
     x, ids, probs = values
@@ -166,3 +168,35 @@ def cells_of(text):
             raise SystemExit(f"a cell looks like qwen3-30b:1024 (shapes: {list(MODELS)}): {part!r}")
         cells.append((shape, int(tokens)))
     return cells
+
+
+def variants_of(shape, options):
+    """Return the problems to time: the plain one, and with ``options`` the model's own."""
+    problem = MODELS[shape]
+    found = {"plain": problem}
+    if options and shape == "gpt-oss-120b":
+        activation = Activation(alpha=1.702, limit=7.0, linear_offset=1.0)
+        found["gpt-oss"] = replace(
+            problem, activation=activation, layout=Layout(interleave=1),
+            gate_up_bias="bf16", down_bias="bf16",
+        )  # fmt: skip
+    if options and shape == "llama4-scout":
+        found["fc1_input"] = replace(problem, placement=ProbPlacement.FC1_INPUT)
+    return found
+
+
+def jobs_of(arguments):
+    """Return {(shape, variant): [(routing, T), …]}, in the order in which they are timed."""
+    chosen = arguments.tokens.split(","), arguments.shapes.split(",")
+    cells = arguments.cells or [(s, int(t)) for t, s in product(*chosen)]
+    if arguments.quick:
+        cells = QUICK
+    jobs = {}
+    for shape in dict.fromkeys(shape for shape, _ in cells):
+        tokens = [t for s, t in cells if s == shape]
+        for variant in variants_of(shape, arguments.options or arguments.full):
+            found = [(routing, t) for routing in arguments.routings.split(",") for t in tokens]
+            if arguments.full and variant == "plain":
+                found += [(r, t) for r in ROUTINGS[1:] for t in tokens if t in ROUTED]
+            jobs[shape, variant] = found
+    return jobs

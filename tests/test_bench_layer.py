@@ -86,9 +86,10 @@ def test_cells_are_read_strictly() -> None:
 
 def test_a_full_run_has_every_cell_its_options_and_some_other_routings() -> None:
     import layer
+    import layer_cases
 
-    whole = layer.jobs_of(layer.parser().parse_args(["--full"]))
-    quick = layer.jobs_of(layer.parser().parse_args(["--quick"]))
+    whole = layer_cases.jobs_of(layer.parser().parse_args(["--full"]))
+    quick = layer_cases.jobs_of(layer.parser().parse_args(["--quick"]))
 
     uniform = {name: [t for r, t in cells if r == "uniform"] for name, cells in whole.items()}
     assert all(len(tokens) == 7 for tokens in uniform.values())

@@ -96,7 +96,9 @@ def make_inputs(
     )
     stored: Parameters = weights
     if problem.format is not None:
-        stored = quantize(weights, problem.format)
+        # On CPU too: the bits of a format are then the same on every device.
+        packed = quantize(weights.map(Tensor.cpu), problem.format)
+        stored = packed.map(lambda tensor: tensor.to(device))
     ids = _choose(problem, tokens, distribution, generator).to(device)
     probs = torch.rand(tokens, problem.K, generator=generator) + 0.05
     routing = Routing(ids, probs.to(DTYPES[problem.probs]).to(device), problem.experts)

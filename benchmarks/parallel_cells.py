@@ -9,7 +9,7 @@ import torch.distributed as dist
 from samebits import ExpertWeights, Routing, experts
 from samebits.ops.permute import combine, permute
 from samebits.parallel import Capacity, Ranks, parallel_experts
-from samebits.parallel.route import route_of
+from samebits.parallel.route import depart
 from samebits.testing.cases import MODELS
 
 BF16 = torch.bfloat16
@@ -38,6 +38,10 @@ def clock(function, device):
     found = torch.tensor([statistics.median(times)], device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
+
+
+def find_route(ranks, ids):
+    return depart(ranks, ids, num_valid_tokens=None, wishes=0, agreement="bench").route()
 
 
 class Cell:
@@ -74,9 +78,7 @@ class Cell:
             "down": normal(1, hidden, columns, scale=columns**-0.5),
         }
         self.one = torch.zeros(tokens, 1, dtype=torch.int64, device=device)
-        self.route = route_of(
-            self.ranks, self.ids, num_valid_tokens=None, wishes=0, agreement="bench"
-        )
+        self.route = find_route(self.ranks, self.ids)
         self.arrivals = normal(self.route.ids.shape[0], hidden)
 
     def grad(self, on):
@@ -185,7 +187,7 @@ def parts(cell):
     rows = permute(cell.x, route.inverse, topk)
 
     def find():
-        route_of(cell.ranks, cell.ids, num_valid_tokens=None, wishes=0, agreement="bench")
+        find_route(cell.ranks, cell.ids)
 
     with torch.no_grad():
         return {

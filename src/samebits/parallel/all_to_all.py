@@ -14,7 +14,7 @@ from samebits.errors import UnsupportedError, must
 from samebits.ops.permute import combine as combine_rows
 from samebits.ops.permute import permute
 from samebits.parallel.ranks import Ranks
-from samebits.parallel.route import Route, route_of
+from samebits.parallel.route import Route, depart
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 
@@ -69,7 +69,7 @@ def dispatch(
         rule = f"have shape (T, H) with T = topk_ids.shape[0] = {ids.shape[0]}"
         raise ValueError(must("x", rule, tuple(x.shape)))
     placement = ProbPlacement(placement)
-    route = route_of(
+    leaving = depart(
         ranks,
         ids,
         num_valid_tokens=num_valid_tokens,
@@ -77,7 +77,8 @@ def dispatch(
         agreement=f"dispatch|{placement}|H={x.shape[1]}|{x.dtype}|{probs.dtype}|{ranks.bounds}",
     )
     on_input = placement == ProbPlacement.FC1_INPUT
-    rows = permute(x, route.inverse, route.topk, probs if on_input else None)
+    rows = permute(x, leaving.metadata.inverse, leaving.topk, probs if on_input else None)
+    route = leaving.route()
     arrivals = send(rows, route)
     ordered, order = route.ids.sort(stable=True)
     bounds = torch.arange(len(ranks.held) + 1, device=x.device)

@@ -20,7 +20,7 @@ from samebits.errors import UnsupportedError, must
 from samebits.experts import checked
 from samebits.ops.permute import combine, permute
 from samebits.parallel.ranks import Ranks
-from samebits.parallel.route import Route, route_of, take
+from samebits.parallel.route import Route, depart, take
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 from samebits.weights import ExpertWeights
@@ -101,20 +101,24 @@ def parallel_experts(
         wishes = _BACKWARD * bool(wished) + _X * ("x" in wished) + _PROBS * ("topk_probs" in wished)
         # Nobody learns of the others' wishes there.
         wishes = wishes if ranks.capacity is None else _BACKWARD + _X + _PROBS
-    route = route_of(
+    leaving = depart(
         ranks,
         call.topk_ids,
         num_valid_tokens=num_valid_tokens,
         wishes=wishes,
         agreement=f"{options.text()}|H={call.x.shape[1]}|{call.x.dtype}|{ranks.bounds}",
     )
-    layer = _Layer(route, options)
-    if not route.wishes:
-        return layer.forward(call, save=False)[0]
+    # Before the wait for counts, which it does not need.
+    scale = call.topk_probs if options.placement == ProbPlacement.FC1_INPUT else None
+    with torch.no_grad():
+        rows = permute(call.x, leaving.metadata.inverse, leaving.topk, scale)
+    layer = _Layer(leaving.route(), options)
+    if not layer.route.wishes:
+        return layer.forward(call, rows, save=False)[0]
     # Part of the graph even where nothing here has a gradient: others wait for this backward.
     anchor = torch.empty(0, device=call.x.device, requires_grad=True)
     with torch.enable_grad():
-        out: Tensor = _ParallelExperts.apply(layer, anchor, *call[:INPUTS])  # type: ignore[no-untyped-call]
+        out: Tensor = _ParallelExperts.apply(layer, anchor, rows, *call[:INPUTS])  # type: ignore[no-untyped-call]
     return out
 
 
@@ -146,11 +150,10 @@ class _Layer:
         """Return the probability of each arrival; a collective."""
         return self.route.go(take(call.topk_probs.reshape(-1), self.route.slots, 0.0))
 
-    def forward(self, call: Call, *, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(out, arrivals, z)``; a collective."""
+    def forward(self, call: Call, rows: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(out, arrivals, z)`` for the rows that leave; a collective."""
         route, placed = self.route, {self.placement: call.topk_probs}
-        scale = placed.get(ProbPlacement.FC1_INPUT)
-        rows = route.go(permute(call.x, route.inverse, route.topk, scale))
+        rows = route.go(rows)
         on_hidden = self.placement == ProbPlacement.FC2_INPUT
         probs = self._probs_there(call) if on_hidden else None
         there = self._arrived(call, rows, probs)
@@ -229,9 +232,9 @@ class _ParallelExperts(torch.autograd.Function):
     """Tie the two passes together; saves the inputs, the arrivals and ``z``."""
 
     @staticmethod
-    def forward(ctx: Any, layer: _Layer, _anchor: Tensor, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, layer: _Layer, _anchor: Tensor, leaving: Tensor, *tensors: Any) -> Tensor:
         call = Call(*tensors)
-        out, rows, z = layer.forward(call, save=True)
+        out, rows, z = layer.forward(call, leaving, save=True)
         ctx.save_for_backward(*tensors, rows, z)
         ctx.layer = layer
         return out
@@ -244,10 +247,10 @@ class _ParallelExperts(torch.autograd.Function):
             )
         *tensors, rows, z = ctx.saved_tensors
         call = Call(*tensors)
-        places = {n: Call._fields.index(n) + 2 for n in DIFFERENTIABLE}
+        places = {n: Call._fields.index(n) + 3 for n in DIFFERENTIABLE}
         wanted = {n: bool(ctx.needs_input_grad[place]) for n, place in places.items()}
         grads = ctx.layer.backward(call, rows, z, douts[0], wanted)
-        result: list[Tensor | None] = [None] * (INPUTS + 2)
+        result: list[Tensor | None] = [None] * (INPUTS + 3)
         for name, place in places.items():
             result[place] = getattr(grads, name) if wanted[name] else None
         return tuple(result)

@@ -18,6 +18,9 @@ from samebits.errors import must
 from samebits.ops.permute import Metadata, sort_slots
 from samebits.parallel.ranks import Ranks
 
+# Numbers before the offsets in what a rank tells the others.
+_HEADER = 2
+
 
 @dataclass(frozen=True, eq=False)
 class Route:
@@ -62,87 +65,101 @@ class Route:
         return rows if self.places is None else take(rows, self.places, float("nan"))
 
 
-def route_of(
+@dataclass(frozen=True, eq=False)
+class Departure:
+    """A routing whose rows are sorted, while the ranks tell one another how many there are.
+
+    What only needs ``metadata`` is best started before ``route`` waits.
+    """
+
+    ranks: Ranks
+    metadata: Metadata
+    topk: int
+    wishes: int
+    agreement: str
+    # (W, 2 + N + 1) int32, from each rank: its wishes, a hash of its agreement, its offsets.
+    told: Tensor
+
+    def route(self) -> Route:
+        """Return the route; without a capacity, waits for the device and then knows every count.
+
+        Raises:
+            ValueError: Ranks do not agree; raised on each of them. Not with a capacity.
+
+        Determinism: exact integers.
+        """
+        held = self.ranks.held
+        offsets = self.told[:, _HEADER + held.start : _HEADER + held.stop + 1]
+        if self.ranks.capacity is not None:
+            return self._fixed(offsets.long().diff())
+        ends = offsets.diff().reshape(-1).cumsum(0)
+        # The one wait for the device.
+        told = self.told.cpu()
+        wishes, hashes, counted = told[:, 0], told[:, 1], told[:, _HEADER:]
+        _check_agreement(hashes.tolist(), self.ranks.rank, self.agreement)
+        sent = counted[self.ranks.rank, list(self.ranks.bounds)].diff().tolist()
+        received = (counted[:, held.stop] - counted[:, held.start]).tolist()
+        arrival = torch.arange(sum(received), device=ends.device)
+        ids = torch.searchsorted(ends, arrival, right=True).remainder_(max(len(held), 1))
+        every = reduce(or_, wishes.tolist())
+        slots, _, inverse, _ = self.metadata
+        return Route(self.ranks, slots, inverse, self.topk, ids, every, sent, received)
+
+    def _fixed(self, counts: Tensor) -> Route:
+        """Return a route through buffers of fixed size; nothing waits for the device."""
+        ranks, (slots, offsets, inverse, _) = self.ranks, self.metadata
+        assert ranks.capacity is not None
+        offsets = offsets.long()
+        capacity, device, total = ranks.capacity.rows, offsets.device, inverse.shape[0]
+        place = torch.arange(capacity, device=device)
+        ends = counts.cumsum(1).contiguous()
+        ids = torch.searchsorted(ends, place.expand(ranks.size, -1).contiguous(), right=True)
+        edges = offsets[_on_device(ranks.bounds, device).long()]
+        rows = edges[:-1, None] + place
+        rows = torch.where(rows < edges[1:, None], rows, total).reshape(-1)
+        row = torch.arange(total, device=device)
+        to = torch.searchsorted(edges[1:].contiguous(), row, right=True)
+        inside = row - edges[to.clamp(max=ranks.size - 1)]
+        exists = row < edges[-1]
+        fits = exists & (inside < capacity)
+        ranks.capacity.overflow.add_((exists & ~fits).sum())
+        sizes = [capacity] * ranks.size
+        places = torch.where(fits, to * capacity + inside, ranks.size * capacity)
+        ids = ids.reshape(-1)
+        return Route(ranks, slots, inverse, self.topk, ids, self.wishes, sizes, sizes, places, rows)
+
+
+def depart(
     ranks: Ranks,
     topk_ids: Tensor,
     *,
     num_valid_tokens: Tensor | None,
     wishes: int,
     agreement: str,
-) -> Route:
-    """Return the route of a routing; a collective, which waits for counts without a capacity.
+) -> Departure:
+    """Sort the rows of a routing and tell every rank how many there are; a collective.
 
     Args:
         ranks: Who holds what.
         topk_ids: ``(T, K)`` global ids; others than 0 … N - 1 are dropped.
         num_valid_tokens: See ``samebits.experts``.
-        wishes: Bits that this rank sets; every rank learns of each.
+        wishes: Bits that this rank sets; every rank learns of each, without a capacity.
         agreement: What all ranks must have given alike.
-
-    Raises:
-        ValueError: Ranks do not agree; raised on each of them.
 
     Determinism: exact integers.
     """
     metadata = sort_slots(topk_ids, ranks.num_experts, num_valid_tokens=num_valid_tokens)
-    if ranks.capacity is not None:
-        return _fixed(ranks, metadata, topk_ids.shape[1], wishes)
-    return _exact(ranks, metadata, topk_ids.shape[1], wishes, agreement)
+    header = wishes, zlib.crc32(agreement.encode()) >> 1
+    mine = torch.cat([_on_device(header, topk_ids.device), metadata.offsets])
+    ones = [1] * ranks.size
+    told = _exchange(mine.expand(ranks.size, -1), ones, ones, ranks.group)
+    return Departure(ranks, metadata, topk_ids.shape[1], wishes, agreement, told)
 
 
-def _exact(ranks: Ranks, metadata: Metadata, topk: int, wishes: int, agreement: str) -> Route:
-    """Return a route with as many rows as there are; waits for the device once."""
-    offsets = metadata.offsets.long()
-    held, device = len(ranks.held), offsets.device
-    mine = torch.tensor([wishes, zlib.crc32(agreement.encode())], device=device)
-    counts = offsets.diff().split(ranks.counts)
-    message = torch.cat([part for count in counts for part in (mine, count)])
-    sizes = [mine.shape[0] + count for count in ranks.counts]
-    arrived = _exchange(message, sizes, [mine.shape[0] + held] * ranks.size, ranks.group)
-    arrived = arrived.view(ranks.size, -1)
-    arriving = arrived[:, mine.shape[0] :]
-    summary = torch.cat([arrived[:, : mine.shape[0]], arriving.sum(1, keepdim=True)], 1)
-    edges = offsets[_edges(ranks.bounds, device)]
-    known: list[int] = torch.cat([edges.diff(), summary.T.reshape(-1)]).tolist()
-    starts = range(0, len(known), ranks.size)
-    sent, wished, hashes, received = (known[i : i + ranks.size] for i in starts)
-    _check_agreement(hashes, ranks.rank, agreement)
-    experts = torch.arange(held, device=device).repeat(ranks.size)
-    ids = experts.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
-    every = reduce(or_, wished)
-    return Route(ranks, metadata.slots, metadata.inverse, topk, ids, every, sent, received)
-
-
-@lru_cache(maxsize=64)
-def _edges(bounds: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return ``bounds`` on the device; kept, because a captured graph cannot copy from the host."""
-    return torch.tensor(bounds, device=device)
-
-
-def _fixed(ranks: Ranks, metadata: Metadata, topk: int, wishes: int) -> Route:
-    """Return a route through buffers of fixed size; nothing waits for the device."""
-    assert ranks.capacity is not None
-    slots, offsets, inverse, _ = metadata
-    offsets = offsets.long()
-    capacity, device, total = ranks.capacity.rows, offsets.device, inverse.shape[0]
-    held = len(ranks.held)
-    counts = _exchange(offsets.diff(), ranks.counts, [held] * ranks.size, ranks.group)
-    counts = counts.view(ranks.size, held)
-    place = torch.arange(capacity, device=device)
-    ends = counts.cumsum(1).contiguous()
-    ids = torch.searchsorted(ends, place.expand(ranks.size, -1).contiguous(), right=True)
-    edges = offsets[_edges(ranks.bounds, device)]
-    rows = edges[:-1, None] + place
-    rows = torch.where(rows < edges[1:, None], rows, total).reshape(-1)
-    row = torch.arange(total, device=device)
-    to = torch.searchsorted(edges[1:].contiguous(), row, right=True)
-    inside = row - edges[to.clamp(max=ranks.size - 1)]
-    exists = row < edges[-1]
-    fits = exists & (inside < capacity)
-    ranks.capacity.overflow.add_((exists & ~fits).sum())
-    sizes = [capacity] * ranks.size
-    places = torch.where(fits, to * capacity + inside, ranks.size * capacity)
-    return Route(ranks, slots, inverse, topk, ids.reshape(-1), wishes, sizes, sizes, places, rows)
+@lru_cache(maxsize=256)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return int32 numbers; kept, because a captured graph cannot copy from the host."""
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 def _check_agreement(hashes: list[int], rank: int, agreement: str) -> None:

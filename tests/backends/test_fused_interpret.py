@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from samebits.backends import BACKENDS
 from samebits.backends.call import DIFFERENTIABLE, Call
+from samebits.backends.grouped import device
 from samebits.ops.permute import kernel as permute
 from samebits.problem import Problem, ProbPlacement
 from samebits.routing import Permutation
@@ -96,6 +97,18 @@ def test_a_few_tokens_need_no_sort(name: str, monkeypatch: pytest.MonkeyPatch) -
     judgements = judge_all(problem, inputs, {"out": out})
     assert judgements["out"].passed, str(judgements["out"])
     assert z.shape == (0, inputs.weights.gate_up.shape[1])
+
+
+@pytest.mark.parametrize("name", ["norm", "norm-fc2-input"])
+@pytest.mark.parametrize("module", [FUSED, device], ids=["fused", "grouped"])
+def test_a_norm_of_each_expert_is_within_the_budget(module: ModuleType, name: str) -> None:
+    problem = replace(CASES[name], H=24, F=32, grad=False)
+    inputs = make_inputs(problem, 5, distribution="dropped")
+
+    out, _ = module.forward(problem, _call(inputs), save=False)
+
+    judgements = judge_all(problem, inputs, {"out": out})
+    assert judgements["out"].passed, str(judgements["out"])
 
 
 def test_a_gradient_that_is_not_wanted_is_not_computed_and_changes_no_other() -> None:

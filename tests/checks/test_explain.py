@@ -17,8 +17,8 @@ def test_one_case_has_the_reason_and_the_alternative(capsys: pytest.CaptureFixtu
     assert cli.main(["explain", "--case", "norm", "--device", "sm_90"]) == 0
 
     out = capsys.readouterr().out
-    assert "it has no post-expert norm" in out
-    assert "fused instead: nothing that keeps the result" in out
+    assert "it has no gradients of a post-expert norm" in out
+    assert "fused instead: without gradients" in out
     assert 'backend="auto" takes reference' in out
 
 

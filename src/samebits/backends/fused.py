@@ -8,6 +8,7 @@ every T.
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from samebits.backends import device_gradients
@@ -46,10 +47,12 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     # Imported here: naming the backend must not need Triton.
     from samebits.ops.indirect_gemm.kernel import launch_second_projection
     from samebits.ops.permute.kernel import launch_combine
+    from samebits.ops.row_norm.kernel import launch_row_norm
 
     topk, tokens = problem.K, call.topk_ids.shape[0]
     tiles = slot_tuning.heuristic(tokens, topk, problem.E, problem.device, problem.dtype)
-    if tiles is not None and tokens and not save and problem.format is None:
+    plain = problem.format is None and problem.norm_eps is None
+    if tiles is not None and tokens and not save and plain:
         return _by_slot(problem, call, tiles), call.x.new_empty(0, call.gate_up.shape[1])
     h, z, metadata, second, upcast = _first_projection(problem, call, save=save)
     probs = call.topk_probs.contiguous()
@@ -62,7 +65,12 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
         call.down_bias,
         placed[ProbPlacement.FC2_INPUT],
         second,
+        dtype=None if problem.norm_eps is None else torch.float32,
     )
+    if problem.norm_eps is not None:
+        assert call.norm_scale is not None
+        kept, dtype = metadata.offsets[-1:], DTYPES[problem.dtype]
+        y = launch_row_norm(y, call.norm_scale, kept, problem.norm_eps, dtype)
     out = launch_combine(
         y,
         metadata.inverse,

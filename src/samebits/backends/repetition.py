@@ -62,6 +62,7 @@ class Request(NamedTuple):
             weights.down,
             weights.gate_up_bias,
             weights.down_bias,
+            weights.norm_scale,
             self.num_valid_tokens,
         )
 
@@ -94,13 +95,13 @@ def kind_of(request: Request) -> Kind | None:
         return None
     if not (out_dtype is None or type(out_dtype) is torch.dtype):
         return None
-    if weights.norm is not None or watched():
+    if watched():
         return None
     tensors = request.tensors
     addresses: list[int] = []
     traits = [
         activation.key, placement, weights.layout.key, backend, start, out_dtype,
-        routing.num_experts,
+        routing.num_experts, None if weights.norm is None else weights.norm.key,
     ]  # fmt: skip
     if not _add_traits((*tensors, out), traits, addresses):
         return None

@@ -81,6 +81,7 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     from samebits.ops.activation.operands import Operands
     from samebits.ops.grouped_gemm.kernel import launch_grouped_gemm
     from samebits.ops.permute.kernel import launch_combine
+    from samebits.ops.row_norm.kernel import launch_row_norm
 
     z, metadata, config, upcast = first_projection(problem, call)
     probs = call.topk_probs.contiguous()
@@ -93,7 +94,20 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     )
     h = launch_activation_forward(operands, problem.activation, problem.layout)
     down = matrix_of(problem, call, "down", metadata.offsets, upcast=upcast)
-    y = launch_grouped_gemm(h, metadata, down, call.down_bias, on_hidden, config, problem.device)
+    y = launch_grouped_gemm(
+        h,
+        metadata,
+        down,
+        call.down_bias,
+        on_hidden,
+        config,
+        problem.device,
+        dtype=None if problem.norm_eps is None else torch.float32,
+    )
+    if problem.norm_eps is not None:
+        assert call.norm_scale is not None
+        kept, dtype = metadata.offsets[-1:], DTYPES[problem.dtype]
+        y = launch_row_norm(y, call.norm_scale, kept, problem.norm_eps, dtype)
     out = launch_combine(
         y,
         metadata.inverse,

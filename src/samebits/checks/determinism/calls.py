@@ -20,7 +20,7 @@ from samebits.ops.indirect_gemm.tuning import Config
 from samebits.problem import DTYPES, Problem
 from samebits.routing import Routing
 from samebits.testing.inputs import options_of
-from samebits.weights import ExpertWeights, Layout
+from samebits.weights import ExpertWeights, Layout, PostExpertNorm
 
 Call = Callable[[], Any]
 
@@ -209,6 +209,8 @@ def _weights(problem: Problem, device: torch.device) -> ExpertWeights:
         gate_up_bias=bias(problem.gate_up_bias, rows),
         down_bias=bias(problem.down_bias, problem.H),
         layout=problem.layout,
+        norm=None if problem.norm_eps is None else PostExpertNorm(eps=problem.norm_eps),
+        norm_scale=None if problem.norm_eps is None else draw.uniform(problem.H).to(dtype) + 0.5,
     )
 
 

@@ -77,6 +77,7 @@ def layers() -> Iterator[Variant]:
                 yield from _unlike(_grouped(family, problem, point) for point in _POINTS[::2])
             if dtype != "fp32":
                 yield _single_slots(family, problem)
+    yield _forward("norm", replace(_FEW, norm_eps=1e-5), _POINTS[0])
     yield _suspect()
 
 
@@ -147,6 +148,8 @@ def _forward(family: str, problem: Problem, per_expert: float) -> Variant:
     kernels = [FIRST, SECOND, f"{PERMUTE}_sum_kernel"]
     if problem.placement == ProbPlacement.FC1_INPUT:
         kernels.append(f"{PERMUTE}_gather_kernel")
+    if problem.norm_eps is not None:
+        kernels.append("ops/row_norm/kernel.py:_row_norm_kernel")
     tiles = _projections(family, problem, tokens)
     return _variant("fused", family, problem, tokens, kernels, tiles)
 

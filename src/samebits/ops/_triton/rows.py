@@ -72,7 +72,7 @@ def sum_of_64_columns(product, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr):
 
 @triton.jit
 def add_neighbours(values, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Return ``[BLOCK_R, 1]`` sums of up to 64 columns, in the order of ``sum_of_64_columns``."""
+    """Return ``[BLOCK_R, 1]`` sums of all columns, in the order of ``sum_of_64_columns``."""
     if BLOCK_F == 1:
         return values
     else:

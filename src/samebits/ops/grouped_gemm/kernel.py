@@ -4,6 +4,7 @@ The kernel is that of the second projection (``samebits.ops.indirect_gemm.kernel
 contiguous too, and one kernel has one set of bits.
 """
 
+import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
@@ -22,6 +23,8 @@ def launch_grouped_gemm(
     probs: Tensor | None,
     config: Config,
     device: str,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return ``y``, ``(R, N)``; rows of no expert stay unwritten.
 
@@ -33,12 +36,15 @@ def launch_grouped_gemm(
         probs: ``(T, K)`` by slot, factor of the bias alone.
         config: Tile of the kernel.
         device: As in ``Problem``.
+        dtype: Of y; None is that of the rows.
 
     Determinism: one accumulator per element, contraction ascending; the same bits for every config,
     and for torch's product where that runs.
     """
     dense = not isinstance(w, QuantizedMatrix)
-    wanted = dense and prefers_torch(rows.shape[0], w.shape[0])
+    wanted = dense and dtype is None and prefers_torch(rows.shape[0], w.shape[0])
     if wanted and torch_has_the_bits(rows, w, bias, device):
         return grouped_mm(rows, w.transpose(1, 2), offs=metadata.offsets[1:])
-    return launch_second_projection(rows, metadata.slots, metadata.tiles, w, bias, probs, config)
+    return launch_second_projection(
+        rows, metadata.slots, metadata.tiles, w, bias, probs, config, dtype=dtype
+    )

@@ -17,6 +17,7 @@ Quantised matrices (``FORMAT``) are upcast on their way, see ``samebits.ops._tri
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -336,6 +337,8 @@ def launch_second_projection(
     bias: Tensor | None,
     probs: Tensor | None,
     config: Config,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return ``y`` by row; rows of no tile stay unwritten. Other rows and matrices are welcome.
 
@@ -348,13 +351,14 @@ def launch_second_projection(
         bias: ``(E, N)``.
         probs: Factor of the bias, by slot.
         config: Tile.
+        dtype: Of y; None is that of ``h``.
 
     Determinism: one accumulator per element, contraction ascending; the same bits for every config.
     """
     bias = None if bias is None else bias.contiguous()
     rows, contraction = h.shape
     columns = w.shape[1]
-    y = h.new_empty(rows, columns)
+    y = h.new_empty(rows, columns, dtype=dtype or h.dtype)
     if rows == 0:
         return y
     if isinstance(w, QuantizedMatrix):

@@ -1,0 +1,6 @@
+"""The root-mean-square norm of each row of an expert's output, before it is rounded.
+
+::
+
+    v[r, :] = y[r, :] · scale        out[r, :] = D(v[r, :] / sqrt(mean(v[r, :]²) + eps))
+"""

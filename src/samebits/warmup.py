@@ -12,6 +12,7 @@ from samebits.backends import choose
 from samebits.backends.call import DIFFERENTIABLE, Call
 from samebits.env import architecture
 from samebits.errors import UnsupportedError, must
+from samebits.formats.descriptor import WeightFormat
 from samebits.problem import DTYPES, Problem
 
 
@@ -61,7 +62,7 @@ def warmup(problem: Problem, tokens: Iterable[int], *, backend: str = "auto") ->
             call = _call(problem, count, ids)
             out, z = module.forward(problem, call, save=problem.grad)
             if problem.grad:
-                module.backward(problem, call, z, out, _wanted(call), {})
+                module.backward(problem, call, z, out, _wanted(problem, call), {})
 
 
 def _call(problem: Problem, tokens: int, ids: torch.dtype) -> Call:
@@ -74,19 +75,42 @@ def _call(problem: Problem, tokens: int, ids: torch.dtype) -> Call:
         return None if kind is None else made(kind, *shape)
 
     experts, rows, dtype = problem.E, problem.activation.columns * problem.F, problem.dtype
+    shapes = {
+        "gate_up": (experts, rows, problem.H),
+        "down": (experts, problem.H, problem.F),
+    }
+    matrices: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        if problem.format is None:
+            matrices[name] = made(dtype, *shape)
+        else:
+            matrices |= _stored(name, getattr(problem.format, name), shape)
     count = torch.empty(1, dtype=torch.int32, device="meta") if problem.counted else None
     return Call(
         x=made(dtype, tokens, problem.H),
         topk_ids=torch.empty(tokens, problem.K, dtype=ids, device="meta"),
         topk_probs=made(problem.probs, tokens, problem.K),
-        gate_up=made(dtype, experts, rows, problem.H),
-        down=made(dtype, experts, problem.H, problem.F),
         gate_up_bias=bias(problem.gate_up_bias, experts, rows),
         down_bias=bias(problem.down_bias, experts, problem.H),
         norm_scale=None if problem.norm_eps is None else made(dtype, problem.H),
         num_valid_tokens=count,
+        **matrices,
     )
 
 
-def _wanted(call: Call) -> tuple[bool, ...]:
-    return tuple(getattr(call, name) is not None for name in DIFFERENTIABLE)
+def _stored(name: str, held: WeightFormat, shape: tuple[int, int, int]) -> dict[str, Tensor]:
+    """Return the tensors of a quantised projection, by their names in a call."""
+    kinds = {
+        "values": (name, held.value.dtype),
+        "scales": (f"{name}_scales", held.scale_dtype),
+        "global_scale": (f"{name}_global", torch.float32),
+    }
+    return {
+        kinds[part][0]: torch.empty(size, dtype=kinds[part][1], device="meta")
+        for part, size in held.shapes(shape).items()
+    }
+
+
+def _wanted(problem: Problem, call: Call) -> tuple[bool, ...]:
+    frozen = () if problem.format is None else ("gate_up", "down")
+    return tuple(n not in frozen and getattr(call, n) is not None for n in DIFFERENTIABLE)

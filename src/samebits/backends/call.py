@@ -223,7 +223,7 @@ def why_no_kernels(problem: Problem) -> str | None:
     if problem.format is not None and architecture < 89:
         first = problem.format.gate_up
         if "e4m3" in (first.values, first.scales):
-            return f"Triton reads E4M3 ({first}) on sm_89 or newer, not on {problem.device}"
+            return f"Triton reads E4M3 numbers on sm_89 or newer, not on {problem.device}"
     if problem.dtype == "fp64":
         return "its kernels compute bf16, fp16 and fp32"
     if problem.norm_eps is not None and problem.grad:

@@ -1,0 +1,177 @@
+"""Time the layer over quantised weights beside the same layer over dense bf16 ones.
+
+    python benchmarks/low_precision.py --out FILE [--cells mixtral:mxfp4:16,…] [--assert TARGETS]
+
+Both are captured in CUDA graphs that rotate through several routings; the bits are compared first.
+floor = max(FLOP / 790 TFLOP/s, bytes / 4.3 TB/s), bytes = quantised weights of touched experts once
++ activations once. Rows are JSON lines: ours, and ``dense``.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import targets
+import torch
+import triton
+from case import OURS
+from layer_cases import BYTES, FLOPS, sets_of
+from quantized_inputs import dense, random_weights
+from timing import compile_in_processes
+
+from samebits import warmup
+from samebits.experts import experts
+from samebits.formats import FP8, MXFP4, MXFP8, NVFP4
+from samebits.formats.descriptor import FormatPair
+from samebits.routing import Routing
+from samebits.testing.cases import MODELS
+
+FORMATS = {f.name: f for f in (FP8, MXFP8, MXFP4, NVFP4)}
+DECODE = [
+    (shape, key, tokens)
+    for key in ("fp8", "mxfp4", "mxfp8")
+    for shape in ("mixtral", "gpt-oss-120b", "deepseek-v3")
+    for tokens in (1, 4, 16)
+]
+PREFILL = [
+    (shape, key, 4096)
+    for key in ("fp8", "mxfp4")
+    for shape in ("mixtral", "gpt-oss-120b", "deepseek-v3")
+]
+# A replay lasts about this long.
+REPLAY_MS = 6.0
+
+
+def problem_of(shape, key):
+    held = FORMATS[key]
+    return replace(MODELS[shape], format=FormatPair(gate_up=held, down=held))
+
+
+def floor_ms(problem, sets):
+    """Return the bound that no layer passes: arithmetic, or touched quantised weights once."""
+    touched = statistics.mean(int(ids.unique().numel()) for _, ids, _ in sets)
+    tokens, hidden, columns = sets[0][0].shape[0], problem.H, problem.F
+    held = problem.format.gate_up
+    byte = 3 * touched * hidden * columns * held.bits / 8 + 4 * tokens * hidden
+    return max(6 * tokens * problem.K * hidden * columns / FLOPS, byte / BYTES) * 1e3
+
+
+def captured(problem, weights, sets):
+    """Return a graph of one call for each set, and the output of the first."""
+
+    def layer(x, ids, probs):
+        return experts(x, Routing(ids, probs), weights, problem.activation, backend="fused")
+
+    out = layer(*sets[0])
+    for values in sets[1:]:
+        layer(*values)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for values in sets:
+            layer(*values)
+    return graph, out
+
+
+def interleaved(graphs, calls):
+    """Return the median ms of one call of each graph, measured in turn."""
+    times = [[] for _ in graphs]
+    counts = []
+    for graph in graphs:
+        graph.replay()
+        counts.append(max(1, int(REPLAY_MS / _elapsed(graph, 1))))
+    for _ in range(7):
+        for found, graph, count in zip(times, graphs, counts, strict=True):
+            found.append(_elapsed(graph, count) / (count * calls))
+    return [statistics.median(found) for found in times]
+
+
+def _elapsed(graph, count):
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        graph.replay()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop)
+
+
+def measure(shape, key, tokens, stored, plain):
+    """Return the rows of one cell: ours, and the dense layer's."""
+    problem = problem_of(shape, key)
+    sets = sets_of(problem, tokens, "uniform")
+    (graph, out), (other, expected) = (captured(problem, w, sets) for w in (stored, plain))
+    same = bool(torch.equal(out, expected))
+    ms, dense_ms = interleaved((graph, other), len(sets))
+    floor = floor_ms(problem, sets)
+    about = {"op": "low_precision", "shape": shape, "format": key, "T": tokens}
+    ours = about | {"candidate": OURS, "fraction": floor / ms, "floor_ms": floor}
+    if same:
+        ours["ms"] = ms
+    print(
+        f"{shape:13} {key:6} T={tokens:<5} {ms:8.4f} ms  dense {dense_ms:8.4f} ms  "
+        f"{dense_ms / ms:5.2f}x  {floor / ms:.2f} of the floor" + ("" if same else "  OTHER BITS"),
+        flush=True,
+    )
+    return [ours, about | {"candidate": "dense", "ms": dense_ms}]
+
+
+def cells_of(text):
+    """Return (shape, format, T) of ``mixtral:mxfp4:16,gpt-oss-120b:fp8:1``."""
+    found = [part.split(":") for part in text.split(",")]
+    return [(shape, key, int(tokens)) for shape, key, tokens in found]
+
+
+def compile_share(cells, index, count):
+    for shape, key, tokens in cells[index::count]:
+        problem = problem_of(shape, key)
+        warmup(problem, [tokens], backend="fused")
+        warmup(replace(problem, format=None), [tokens], backend="fused")
+
+
+def main(argv=None):
+    """Return 0, or 1 where bits differ or a target is missed."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cells", type=cells_of, default=DECODE + PREFILL)
+    parser.add_argument("--assert", dest="targets", type=Path, help="a TOML file of targets")
+    parser.add_argument("--compile-share", nargs=2, type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.compile_share:
+        compile_share(arguments.cells, *arguments.compile_share)
+        return 0
+    began = time.time()
+    compile_in_processes(__file__, *argv)
+    print(torch.cuda.get_device_name(), f"compiled in {time.time() - began:.0f} s", flush=True)
+    rows = []
+    versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    versions["triton"] = triton.__version__
+    with torch.no_grad():
+        for shape, key in dict.fromkeys(cell[:2] for cell in arguments.cells):
+            stored = random_weights(FORMATS[key], MODELS[shape])
+            plain = dense(stored)
+            for cell in arguments.cells:
+                if cell[:2] == (shape, key):
+                    rows += [r | versions for r in measure(*cell, stored, plain)]
+            del stored, plain
+            torch.cuda.empty_cache()
+            arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"total {time.time() - began:.0f} s")
+    found = [f"{r['shape']} {r['format']} T={r['T']}: other bits" for r in rows if "ms" not in r]
+    if arguments.targets:
+        asked = [t for t in targets.read(arguments.targets) if t["op"] == "low_precision"]
+        found += targets.misses(asked, rows)
+    for text in found:
+        print("MISSED", text)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

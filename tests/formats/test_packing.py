@@ -259,6 +259,18 @@ def test_shapes_and_ragged_blocks(shape: tuple[int, int, int]) -> None:
         assert packed.dequantize(torch.float16).shape == shape
 
 
+def test_blocks_larger_than_the_matrix_take_no_memory() -> None:
+    weight = _weight(2, 6, 40)
+    huge = WeightFormat(name="fp8", block=(2**40, 2**40))
+
+    packed = quantize_matrix(weight, huge)
+
+    exact = WeightFormat(name="fp8", block=(6, 40))
+    expected = quantize_matrix(weight, exact).dequantize(torch.bfloat16)
+    assert_bitwise_equal(packed.dequantize(torch.bfloat16), expected)
+    assert_bitwise_equal(packed.refine(1, 2**20).dequantize(torch.bfloat16), expected)
+
+
 def test_smaller_blocks_are_the_same_weights() -> None:
     packed = quantize_matrix(_weight(2, 192, 300), FP8)
 

@@ -249,6 +249,23 @@ def test_files_that_are_not_ours_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(BadFileError, match=r"a must state F, H, down\.scales"):
         load_quantized(path)
+    metadata = {"samebits.quantized": "1", "a": "format=mxfp4 dtype=int4 layout=halves H=4 F=4"}
+    safetensors.save_file({"a.gate_up.values": torch.ones(2)}, path, metadata)
+    with pytest.raises(BadFileError, match="unknown dtype 'int4'"):
+        load_quantized(path)
+    safetensors.save_file({"b": torch.ones(2)}, path, metadata)
+    with pytest.raises(BadFileError, match="hold tensors of its layers only, got b"):
+        load_quantized(path)
+
+
+def test_names_of_layers_may_begin_alike(tmp_path: Path) -> None:
+    weights = make_inputs(QUANTIZED["mxfp4-gpt-oss"], 1).weights
+    assert isinstance(weights, QuantizedWeights)
+    path = tmp_path / "experts.safetensors"
+
+    save_quantized({"a": weights, "a.gate_up": weights}, path)
+
+    assert set(load_quantized(path)) == {"a", "a.gate_up"}
 
 
 def test_formats_that_do_not_go_together_are_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.arguments import Reader, read_options, require_type
+from samebits.arguments import Reader, read_options, require_name, require_type
 from samebits.checkpoints.files import BadFileError, Entry, Shape, Writer, bytes_of, entries_of
 from samebits.errors import must
 from samebits.formats.descriptor import FormatPair
@@ -18,6 +18,10 @@ from samebits.weights import Layout, PostExpertNorm
 
 # Key of the metadata that marks a file of ours, and the version of what follows.
 _MARK, _VERSION = "samebits.quantized", "1"
+_NAMES = (
+    *(f"{n}.{part}" for n in ("gate_up", "down") for part in ("values", "scales", "global_scale")),
+    *("gate_up_bias", "down_bias", "norm_scale"),
+)
 _STORED: Mapping[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3",
@@ -73,6 +77,9 @@ def load_quantized(path: str | Path) -> dict[str, QuantizedWeights]:
         rule = f"say {_MARK} = {_VERSION} in its metadata"
         raise BadFileError(must(str(path), rule, metadata.get(_MARK)))
     layers = {name: text for name, text in metadata.items() if name != _MARK}
+    known = {f"{layer}.{name}" for layer in layers for name in _NAMES}
+    if strangers := sorted(set(entries) - known):
+        raise BadFileError(must(str(path), "hold tensors of its layers only", strangers[0]))
     try:
         return {layer: _read(entries, layer, text) for layer, text in layers.items()}
     except (TypeError, ValueError) as error:
@@ -93,9 +100,14 @@ def _spell(weights: QuantizedWeights) -> str:
     return " ".join(words)
 
 
+def _dtype(name: str) -> torch.dtype:
+    require_name("dtype", name, DTYPES)
+    return DTYPES[name]
+
+
 _READERS: dict[str, Reader] = {
     "format": FormatPair.parse,
-    "dtype": DTYPES.__getitem__,
+    "dtype": _dtype,
     "layout": Layout.parse,
     "H": int,
     "F": int,
@@ -106,9 +118,9 @@ _READERS: dict[str, Reader] = {
 def _read(entries: Mapping[str, Entry], layer: str, text: str) -> QuantizedWeights:
     said = read_options(f"word of {layer}", text.split(), _READERS)
     tensors = {
-        name.removeprefix(layer + "."): _tensor(entry)
-        for name, entry in entries.items()
-        if name.startswith(layer + ".")
+        name: _tensor(entry)
+        for name in _NAMES
+        if (entry := entries.get(f"{layer}.{name}")) is not None
     }
     needed = {f"{name}.{part}" for name in ("gate_up", "down") for part in ("values", "scales")}
     missing = ({"format", "dtype", "layout", "H", "F"} - set(said)) | (needed - set(tensors))

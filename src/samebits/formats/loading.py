@@ -30,6 +30,8 @@ _SCALES = {
     "nvfp4": (("weight_scale",), "weight_scale_2"),
 }
 _E8M0 = torch.float8_e8m0fnu
+# Dtypes in which two numbers of 4 bits are kept besides uint8.
+_PACKED = (torch.int8, torch.float4_e2m1fn_x2)
 
 
 def from_gpt_oss(
@@ -84,7 +86,7 @@ def from_linears(
         tensors: Name → tensor: ``{e}.gate_proj.weight``, ``up_proj``, ``down_proj`` (or ``w1``,
             ``w3``, ``w2``) with their scales, ``weight_scale_inv`` as DeepSeek has it,
             ``weight_scale`` or ``scale``; E8M0 scales of FP8 blocks are widened to fp32. NVFP4 has
-            ``weight_scale_2`` besides. Packed numbers may be uint8 or int8.
+            ``weight_scale_2`` besides. Packed numbers may be uint8, int8 or float4_e2m1fn_x2.
         prefix: What is before the expert's number, as "model.layers.3.mlp.experts".
         experts: The experts to take, in this order.
         weight_format: How the tensors are stored; DeepSeek's is the one that stands.
@@ -171,7 +173,7 @@ def _stacked(
     values = torch.stack([_of(tensors, f"{name}.weight") for name in names])
     scales = torch.stack([_of(tensors, f"{name}.{tail}") for name in names])
     packed = weight_format.value.per_byte
-    if packed > 1 and values.dtype == torch.int8:
+    if packed > 1 and values.dtype in _PACKED:
         values = values.view(torch.uint8)
     if scales.dtype == _E8M0:
         scales = scales.view(torch.uint8)

@@ -124,8 +124,10 @@ class QuantizedMatrix:
             raise ValueError(must("block", f"divide {held.block}", (rows, columns)))
         smaller = WeightFormat(name=held.name, block=(rows, columns))
         _, held_rows, held_columns = smaller.shapes(self.shape)["scales"]
-        scales = self.scales.repeat_interleave(held.rows // rows, 1)[:, :held_rows]
-        scales = scales.repeat_interleave(held.columns // columns, 2)[..., :held_columns]
+        # A block may be larger than the matrix.
+        times = min(held.rows // rows, held_rows), min(held.columns // columns, held_columns)
+        scales = self.scales.repeat_interleave(times[0], 1)[:, :held_rows]
+        scales = scales.repeat_interleave(times[1], 2)[..., :held_columns]
         return replace(self, format=smaller, scales=scales.contiguous())
 
     def _numbers(self) -> Tensor:
@@ -136,7 +138,7 @@ class QuantizedMatrix:
     def _spread(self, factors: Tensor) -> Tensor:
         """Return one factor for each weight."""
         _, rows, columns = self.shape
-        factors = factors.repeat_interleave(self.format.columns, 2)[..., :columns]
+        factors = factors.repeat_interleave(min(self.format.columns, columns), 2)[..., :columns]
         if self.format.rows == 1:
             return factors
-        return factors.repeat_interleave(self.format.rows, 1)[:, :rows]
+        return factors.repeat_interleave(min(self.format.rows, rows), 1)[:, :rows]

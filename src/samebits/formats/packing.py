@@ -96,9 +96,9 @@ def _one(
     """Return values, scales and the global scale of one expert's ``(N, K)``."""
     weight = weight.float()
     rows, columns = weight.shape
-    spare = -columns % held.columns, -rows % held.rows
-    blocks = pad(weight, (0, spare[0], 0, spare[1]))
-    blocks = blocks.unflatten(1, (-1, held.columns)).unflatten(0, (-1, held.rows))
+    block = max(1, min(held.rows, rows)), max(1, min(held.columns, columns))
+    blocks = pad(weight, (0, -columns % block[1], 0, -rows % block[0]))
+    blocks = blocks.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
     finite = blocks.isfinite()
     largest = torch.where(finite, blocks, 0.0).abs().amax((1, 3))
     if held.values == "e2m1":

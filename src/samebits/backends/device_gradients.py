@@ -80,7 +80,11 @@ def backward(
     if spend:
         passes.spend(z)
     products = _Products(problem, call, metadata, want, into)
-    grads = products.of_second(dy, h, None if on_input else probs)
+    grads: dict[str, Tensor] = {}
+    if dz is not None and products.first_comes_first():
+        grads |= products.of_first(dz, probs if on_input else None)
+        dz = None
+    grads |= products.of_second(dy, h, None if on_input else probs)
     # Their memory serves the next products.
     del dy, h
     if partial is not None:
@@ -121,6 +125,19 @@ class _Products:
         config = tuning.heuristic(max(self.total, 1), problem.E, problem.device)
         self.config = config.for_fp32() if problem.dtype == "fp32" else config
         self.order = launch_order(metadata.offsets) if want & {"gate_up", "down"} else None
+
+    def first_comes_first(self) -> bool:
+        """Return whether memory peaks lower with the gradients of the first projection first.
+
+        Whatever comes last has every gradient beside its operands: dz and rows of x, or h and rows
+        of dout. But what comes first has the operands of both.
+        """
+        if self.into or not {"gate_up", "down"} <= self.want:
+            return False
+        rows, (_, width, hidden) = self.total, self.call.gate_up.shape
+        columns, down = self.call.down.shape[2], self.call.down.numel()
+        both = rows * (width + columns + 2 * hidden) - down
+        return max(rows * (columns + hidden), both) < rows * (width + hidden)
 
     def of_second(self, dy: Tensor, h: Tensor | None, probs: Tensor | None) -> dict[str, Tensor]:
         """Return the gradients of the parameters of the second projection."""

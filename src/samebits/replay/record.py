@@ -14,6 +14,8 @@ from samebits.errors import must
 from samebits.routing import Routing
 
 _KEY = "samebits_routing"
+# Elements that a digest copies at once.
+_PART = 2**20
 
 
 class RecordError(RuntimeError):
@@ -160,5 +162,6 @@ def _digest(layer: LayerRecord) -> str:
     if ids.numel() and not bool(((ids >= 0) & (ids <= layer.num_experts)).all()):
         raise ValueError(must("topk_ids", f"be in [0, {layer.num_experts}]", "another id"))
     for tensor in (ids, layer.topk_probs.cpu().view(torch.int32)):
-        digest.update(bytes_of(tensor))
+        for part in tensor.reshape(-1).split(_PART):
+            digest.update(bytes_of(part))
     return digest.hexdigest()

@@ -75,3 +75,34 @@ def real_grouped(config: Any, dtype: Any) -> Any:
     module._use_grouped_tensor = False
     module.offload_expert_fc1 = module.offload_moe_act = False
     return module
+
+
+class Linear(nn.Module):
+    """Stand for a column- or row-parallel linear layer of one expert: no bias, no ranks."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().clone())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return linear(x, self.weight), None
+
+
+def real_sequential(config: Any, dtype: Any) -> Any:
+    """A real ``SequentialMLP`` of real ``MLP`` modules, with linear layers of torch."""
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    stub = Grouped(config, dtype=dtype)
+    module = SequentialMLP.__new__(SequentialMLP)
+    nn.Module.__init__(module)
+    module.config, module.num_local_experts = config, EXPERTS
+    module.local_experts = nn.ModuleList()
+    for expert in range(EXPERTS):
+        one = MLP.__new__(MLP)
+        nn.Module.__init__(one)
+        one.config, one.activation_func = config, config.activation_func
+        one.linear_fc1 = Linear(getattr(stub.linear_fc1, f"weight{expert}"))
+        one.linear_fc2 = Linear(getattr(stub.linear_fc2, f"weight{expert}"))
+        module.local_experts.append(one)
+    return module

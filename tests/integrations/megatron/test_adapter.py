@@ -1,12 +1,21 @@
 """Megatron-LM's experts on this library: its own forward on the same parameters, and the call."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from real_megatron import EXPERTS, HIDDEN, SIZES, Grouped, real_grouped, with_megatron
+from real_megatron import (
+    EXPERTS,
+    HIDDEN,
+    SIZES,
+    Grouped,
+    real_grouped,
+    real_sequential,
+    with_megatron,
+)
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
@@ -287,7 +296,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _real(options: dict[str, Any]) -> tuple[Any, Tensor, Tensor, Tensor]:
+def _real(
+    options: dict[str, Any], build: Callable[[Any, Any], Any] = real_grouped
+) -> tuple[Any, Tensor, Tensor, Tensor]:
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -295,7 +306,7 @@ def _real(options: dict[str, Any]) -> tuple[Any, Tensor, Tensor, Tensor]:
     function = quick_gelu if options.pop("quick", False) else silu
     config = TransformerConfig(**(SIZES | {"activation_func": function} | options))
     torch.manual_seed(1)
-    module = real_grouped(config, torch.bfloat16)
+    module = build(config, torch.bfloat16)
     x, counts, probs = _inputs(torch.bfloat16)
     return module, x, counts, probs
 
@@ -305,6 +316,21 @@ def _real(options: dict[str, Any]) -> tuple[Any, Tensor, Tensor, Tensor]:
 def test_megatrons_own_forward_computes_the_same(name: str) -> None:
     module, x, counts, probs = _real(OPTIONS[name])
     # Its compiled functions, uncompiled: what they compute is asked here, not how fast.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        theirs, _ = module.forward(x, counts, probs)
+
+    adapt(module)
+
+    with torch.no_grad():
+        ours, _ = module.forward(x, counts, probs)
+    assert relative_error(ours, theirs) <= NORMWISE
+
+
+# SequentialMLP has no interleave: `check` says so.
+@with_megatron
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "interleave"])
+def test_megatrons_own_sequence_of_experts_computes_the_same(name: str) -> None:
+    module, x, counts, probs = _real(OPTIONS[name], real_sequential)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         theirs, _ = module.forward(x, counts, probs)
 

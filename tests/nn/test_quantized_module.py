@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from samebits import Routing, UnsupportedError
+from samebits import Routing, RoutingRule, UnsupportedError
 from samebits.activation import Activation
 from samebits.formats import FP8, MXFP4, MXFP8, NVFP4, WeightFormat, dequantize, quantize
-from samebits.nn import Experts, LoRAExperts, QuantizedExperts
+from samebits.nn import Experts, LoRAExperts, MoE, QuantizedExperts, Router
 from samebits.testing.numerics import assert_bitwise_equal
 from samebits.weights import Layout, PostExpertNorm
 
@@ -87,6 +87,21 @@ def test_adapters_over_quantised_experts_have_the_bits_of_those_over_dense_ones(
     for own, theirs in zip(*grads, strict=True):
         assert own.abs().sum() > 0
         assert_bitwise_equal(own, theirs)
+
+
+def test_a_whole_layer_has_the_bits_of_the_dense_one() -> None:
+    """Quantised routed experts and a quantised shared expert that every token goes to."""
+    module, dense = _base()
+    shared = Experts(num_experts=1, hidden_size=48, intermediate_size=32, dtype=torch.bfloat16)
+    packed = QuantizedExperts(quantize(shared.weights, NVFP4))
+    shared.load_weights(dequantize(packed.weights))
+    router = Router(hidden_size=48, num_experts=4, rule=RoutingRule(topk=2))
+    x = torch.randn(7, 48).bfloat16()
+
+    quantised = MoE(router=router, experts=module, shared=packed, routed_scaling=2.5)
+    plain = MoE(router=router, experts=dense, shared=shared, routed_scaling=2.5)
+
+    assert_bitwise_equal(quantised(x).detach(), plain(x).detach())
 
 
 def test_merging_into_a_format_is_refused() -> None:

@@ -14,14 +14,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from samebits.arguments import require_int, require_number, require_type
+from samebits.arguments import require_int, require_number
 from samebits.errors import UnsupportedError, must
 from samebits.experts import experts
 from samebits.formats.matrix import QuantizedMatrix
 from samebits.formats.weights import QuantizedWeights, dequantize
 from samebits.nn.experts import Experts
 from samebits.nn.peft import Sizes, peft_adapters
-from samebits.nn.quantized import QuantizedExperts
+from samebits.nn.quantized import AnyExperts, QuantizedExperts, require_experts
 from samebits.routing import Routing
 from samebits.weights import ExpertWeights
 
@@ -48,7 +48,7 @@ class LoRAExperts(nn.Module):
 
     def __init__(
         self,
-        base: Experts | QuantizedExperts,
+        base: AnyExperts,
         *,
         gate_up_rank: int,
         down_rank: int,
@@ -57,8 +57,7 @@ class LoRAExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(base, QuantizedExperts):
-            require_type("base", base, Experts)
+        require_experts("base", base)
         require_int("gate_up_rank", gate_up_rank, minimum=0)
         require_int("down_rank", down_rank, minimum=0)
         if not gate_up_rank + down_rank:
@@ -164,7 +163,7 @@ class LoRAExperts(nn.Module):
     @classmethod
     def from_peft(
         cls,
-        base: Experts | QuantizedExperts,
+        base: AnyExperts,
         tensors: Mapping[str, Tensor],
         prefix: str,
         *,

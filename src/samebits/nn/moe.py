@@ -9,9 +9,9 @@ from samebits.arguments import require_bool, require_int, require_number, requir
 from samebits.backends.call import check_count
 from samebits.backends.operator import autocast_dtype
 from samebits.errors import must
-from samebits.nn.experts import Experts
 from samebits.nn.linear import RowLinear, project, require_floats
 from samebits.nn.losses import expert_counts, load_balancing_loss, router_z_loss
+from samebits.nn.quantized import AnyExperts, require_experts
 from samebits.nn.router import Router, RouterOutput
 from samebits.nn.sums import Parts, add_parts
 from samebits.routing import Routing, RoutingRule
@@ -73,8 +73,8 @@ class MoE(nn.Module):
         self,
         *,
         router: Router,
-        experts: Experts,
-        shared: Experts | None = None,
+        experts: AnyExperts,
+        shared: AnyExperts | None = None,
         shared_gate: bool = False,
         latent_size: int | None = None,
         identity_experts: int = 0,
@@ -82,7 +82,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         require_type("router", router, Router)
-        require_type("experts", experts, Experts)
+        require_experts("experts", experts)
         require_bool("shared_gate", shared_gate)
         require_int("identity_experts", identity_experts, minimum=0)
         if latent_size is not None:
@@ -101,7 +101,8 @@ class MoE(nn.Module):
         self.shared_gate = None
         self.latent_down = None
         self.latent_up = None
-        place = {"device": experts.gate_up.device, "dtype": experts.gate_up.dtype}
+        held = experts.weights
+        place = {"device": held.gate_up.device, "dtype": held.dtype}
         if shared_gate:
             self.shared_gate = RowLinear(hidden, 1, bias=False, **place)
         if latent_size is not None:
@@ -240,7 +241,7 @@ def _working_dtype(x: Tensor) -> torch.dtype:
 
 
 def _check_parts(
-    router: Router, experts: Experts, latent_size: int | None, identity_experts: int
+    router: Router, experts: AnyExperts, latent_size: int | None, identity_experts: int
 ) -> None:
     total = experts.num_experts + identity_experts
     if router.num_experts != total:
@@ -253,13 +254,13 @@ def _check_parts(
         raise ValueError(must("experts.hidden_size", f"be {source} = {size}", experts.hidden_size))
 
 
-def _check_shared(shared: Experts | None, shared_gate: bool, hidden: int) -> None:
+def _check_shared(shared: AnyExperts | None, shared_gate: bool, hidden: int) -> None:
     if shared is None:
         if shared_gate:
             rule = "be False without shared, which alone uses it"
             raise ValueError(must("shared_gate", rule, True))
         return
-    require_type("shared", shared, Experts)
+    require_experts("shared", shared)
     if shared.num_experts != 1:
         raise ValueError(must("shared.num_experts", "be 1", shared.num_experts))
     if shared.hidden_size != hidden:
@@ -267,11 +268,11 @@ def _check_shared(shared: Experts | None, shared_gate: bool, hidden: int) -> Non
         raise ValueError(must("shared.hidden_size", rule, shared.hidden_size))
 
 
-def _check_fp64(router: Router, experts: Experts, shared: Experts | None) -> None:
+def _check_fp64(router: Router, experts: AnyExperts, shared: AnyExperts | None) -> None:
     """Raise where fp64, in which sums are taken in fp64, meets a narrower part."""
-    dtypes = {"router": router.weight.dtype, "experts": experts.gate_up.dtype}
+    dtypes = {"router": router.weight.dtype, "experts": experts.weights.dtype}
     if shared is not None:
-        dtypes["shared"] = shared.gate_up.dtype
+        dtypes["shared"] = shared.weights.dtype
     if torch.float64 in dtypes.values() and set(dtypes.values()) != {torch.float64}:
         actual = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise ValueError(must("router, experts and shared", "all be float64, or none", actual))

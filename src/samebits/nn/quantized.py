@@ -10,6 +10,7 @@ from samebits.experts import experts
 from samebits.formats.descriptor import SCALES, VALUES
 from samebits.formats.matrix import QuantizedMatrix
 from samebits.formats.weights import QuantizedWeights
+from samebits.nn.experts import Experts
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 from samebits.weights import Layout
@@ -123,3 +124,12 @@ class QuantizedExperts(nn.Module):
             f"intermediate_size={self.intermediate_size}, format={self.format}, "
             f"dtype={self.dtype}, activation={self.activation.key}, layout={self.layout}"
         )
+
+
+AnyExperts = Experts | QuantizedExperts
+
+
+def require_experts(argument: str, value: object) -> None:
+    """Raise ``TypeError`` unless ``value`` holds experts, quantised or not."""
+    if not isinstance(value, QuantizedExperts):
+        require_type(argument, value, Experts)

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from samebits.errors import UnsupportedError
 from samebits.experts import experts
 from samebits.integrations.vllm.activations import activation_of
-from samebits.integrations.vllm.fused import Biases, local_ids, options_of, weights_of, wide
+from samebits.integrations.vllm.fused import local_ids, options_of, weights_of, wide
 from samebits.routing import Routing
 
 
@@ -37,7 +37,7 @@ class SamebitsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         reason = why_not(moe_config)
         if reason is not None:
             raise UnsupportedError(f"samebits under vLLM: {reason}")
-        biases, options = options_of(quant_config)
+        _, options = options_of(quant_config)
         options = {
             "limit": _first(options.get("limit"), moe_config.swiglu_limit),
             "alpha": _first(options.get("alpha"), moe_config.swiglu_alpha),
@@ -46,7 +46,6 @@ class SamebitsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             "situ_linear_beta": moe_config.activation_situ_linear_beta,
         }
         self._activation, self._layout = activation_of(moe_config.activation, **options)
-        self._biases: Biases = biases
 
     @staticmethod
     def activation_format() -> Any:
@@ -132,7 +131,7 @@ class SamebitsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         experts(
             hidden_states,
             Routing(local_ids(topk_ids, expert_map, w1.shape[0], global_num_experts), probs),
-            weights_of(w1, w2, self._biases, self._layout),
+            weights_of(w1, w2, (self.w1_bias, self.w2_bias), self._layout),
             self._activation,
             out=output,
         )

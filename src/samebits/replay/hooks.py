@@ -22,7 +22,7 @@ class Recorder:
     """Collect the routings of a model's routers; see ``recording``."""
 
     def __init__(self, names: Mapping[str, int]) -> None:
-        self._num_experts = names
+        self.num_experts = names
         self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in names}
 
     def note(self, name: str, routing: Routing) -> None:
@@ -30,7 +30,7 @@ class Recorder:
         # Activations are recomputed while a backward runs, and nothing else calls a router then.
         if torch._C._current_graph_task_id() != -1:
             return
-        number = self._num_experts[name]
+        number = self.num_experts[name]
         ids = torch.where(routing.topk_ids < 0, number, routing.topk_ids)
         compact = ids.detach().to(compact_dtype(number))
         self._calls[name].append((compact, routing.topk_probs.detach().float().clone()))
@@ -49,7 +49,7 @@ class Recorder:
         layers = {}
         for name, calls in self._calls.items():
             ids, probs = (torch.cat([call[i] for call in calls]).cpu() for i in (0, 1))
-            layers[name] = LayerRecord(ids, probs, self._num_experts[name])
+            layers[name] = LayerRecord(ids, probs, self.num_experts[name])
         return RoutingRecord(layers)
 
 

@@ -22,18 +22,29 @@ TINY: dict[str, dict[str, Any]] = {
     | {"norm_topk_prob": True},
     "gpt_oss": {"num_local_experts": 6, "intermediate_size": 24, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 6, "intermediate_size": 24, "num_experts_per_tok": 2},
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_intermediate_size": 24, "moe_k": 2}
+    | {"moe_layer_start_index": 0},
+}
+LAGUNA: dict[str, Any] = {
+    "num_experts": 6,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 24,
+    "mlp_layer_types": ["sparse"] * 2,
+    "layer_types": ["full_attention"] * 2,
+    "num_attention_heads_per_layer": [4, 4],
 }
 
 
-def _model(name: str, dtype: torch.dtype = torch.float32) -> Any:
+def _model(name: str, options: dict[str, Any] | None = None) -> Any:
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = AutoConfig.for_model(name, **(SIZES | HEADS | special | TINY[name]))
+    config = AutoConfig.for_model(name, **(SIZES | HEADS | special | (options or TINY[name])))
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.2)
     attach(model)
-    return model.to(dtype)
+    return model
 
 
 def _tokens() -> Tensor:
@@ -72,7 +83,33 @@ def test_the_choice_holds_where_the_routers_have_moved(probs: Any) -> None:
     replayed = again.record()
     for name, layer in record.layers.items():
         assert_bitwise_equal(replayed.layers[name].topk_ids, layer.topk_ids)
+        if probs == "recorded":
+            assert_bitwise_equal(replayed.layers[name].topk_probs, layer.topk_probs)
     assert all(gate.weight.grad is not None and gate.weight.grad.any() for gate in gates)
+
+
+def test_recomputed_layers_are_recorded_once() -> None:
+    model, tokens = _model("qwen3_moe"), _tokens()
+    model.train()
+    model.gradient_checkpointing_enable()
+
+    with recording(model) as recorder:
+        model(tokens).logits.sum().backward()
+
+    assert recorder.record().tokens == tokens.numel()
+
+
+def test_logits_that_a_router_has_capped_already_are_no_logits() -> None:
+    tokens = _tokens()
+    model = _model("laguna", LAGUNA)
+    with torch.inference_mode(), recording(model) as recorder:
+        model(tokens)
+    assert recorder.record().tokens == tokens.numel()
+
+    capped = _model("laguna", LAGUNA | {"moe_router_logit_softcapping": 0.5})
+    message = "gate computes other probabilities from its logits than its configuration says"
+    with pytest.raises(UnsupportedError, match=message), recording(capped):
+        capped(tokens)
 
 
 def test_a_router_that_moved_has_other_probabilities() -> None:

@@ -20,22 +20,31 @@ from samebits.replay import Recorder, RecordError, RoutingRecord
 from samebits.replay.hooks import Probs, check_layers, not_called, with_recorded
 from samebits.routing import Routing, RoutingRule
 
+# Of a router while a record is replayed through it.
+_REPLAYED = "_samebits_replayed"
+
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[Recorder]:
     """Note the routing of every router of ``model`` until the block ends; see ``samebits.replay``.
 
     Raises:
-        UnsupportedError: The model's configuration or its routers are not known.
+        UnsupportedError: The model's configuration or its routers are not known, or a router's
+            probabilities are not those of its configuration's rule.
         ValueError: The model has no such router.
 
     Determinism: the model's choice, with the probabilities of this library.
     """
     routers, rule = _routers(model)
     recorder = Recorder(_numbers(routers))
+    checked: set[str] = set()
 
-    def note(name: str, _module: nn.Module, _arguments: Any, out: Any) -> Any:
+    def note(name: str, module: nn.Module, _arguments: Any, out: Any) -> Any:
         logits, probs, ids = _parts(name, out)
+        if hasattr(module, _REPLAYED):  # what it gives is this library's already
+            recorder.note(name, Routing(ids, probs, recorder.num_experts[name]))
+            return out
+        _check_once(name, (logits, probs, ids), rule, checked)
         routed = _routed(logits, rule, ids)
         recorder.note(name, routed.routing)
         return _as_given(logits, probs, routed)
@@ -54,7 +63,7 @@ def replaying(model: nn.Module, record: RoutingRecord, probs: Probs = "computed"
         probs: See ``samebits.replay.replaying``.
 
     Raises:
-        UnsupportedError: The model's configuration or its routers are not known.
+        UnsupportedError: See ``recording``.
         ValueError: The routers, their N or T are not the record's.
         RecordError: A probability is not the recorded one ("same"), or a router was not called.
 
@@ -65,19 +74,48 @@ def replaying(model: nn.Module, record: RoutingRecord, probs: Probs = "computed"
     called: set[str] = set()
 
     def give(name: str, _module: nn.Module, _arguments: Any, out: Any) -> Any:
-        logits, given, _ = _parts(name, out)
+        logits, given, chosen = _parts(name, out)
+        _check_once(name, (logits, given, chosen), rule, called)
         if logits.shape[0] != record.tokens:
             text = f"be called with the record's T = {record.tokens} tokens"
             raise ValueError(must(name, text, logits.shape[0]))
-        called.add(name)
         ids = record.layers[name].routing(logits.device).topk_ids
         routed = with_recorded(name, _routed(logits, rule, ids), record, probs)
         return _as_given(logits, given, routed)
 
-    with _hooked(routers, give):
-        yield
+    for router in routers.values():
+        setattr(router, _REPLAYED, True)
+    try:
+        with _hooked(routers, give):
+            yield
+    finally:
+        for router in routers.values():
+            delattr(router, _REPLAYED)
     if called != set(routers):
         raise RecordError(not_called(sorted(set(routers) - called)))
+
+
+def _check_once(
+    name: str, parts: tuple[Tensor, Tensor, Tensor], rule: RoutingRule, done: set[str]
+) -> None:
+    """Raise unless the rule gives a router's own choice its own probabilities, at its first call.
+
+    A router may return logits that it has capped or scaled already.
+    """
+    if name in done:
+        return
+    done.add(name)
+    logits, probs, ids = (part.detach() for part in parts)
+    if torch.compiler.is_compiling() or not logits.numel():
+        return
+    computed = _routed(logits, rule, ids).routing.topk_probs
+    apart = (computed - probs.to(computed.dtype)).abs().max()
+    # Between two roundings to bf16 and what another function would give.
+    if not bool(apart <= 2.0**-6 * computed.abs().max()):
+        raise UnsupportedError(
+            f"{name} computes other probabilities from its logits than its configuration says: "
+            f"{float(apart):.3g} apart"
+        )
 
 
 def _routed(logits: Tensor, rule: RoutingRule, ids: Tensor) -> RouterOutput:

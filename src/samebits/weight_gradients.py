@@ -72,6 +72,14 @@ class Owner:
         (parameter,) = self.parameters
         add_to_grad(parameter, self._seen(grad))
 
+    def is_still(self, other: "Owner") -> bool:
+        """Return whether both have the same parameters, as objects.
+
+        Determinism: no arithmetic.
+        """
+        pairs = zip(self.parameters, other.parameters, strict=False)
+        return len(self.parameters) == len(other.parameters) and all(a is b for a, b in pairs)
+
     def _seen(self, tensor: Tensor) -> Tensor:
         return tensor.transpose(1, 2) if self._transposed else tensor
 
@@ -195,10 +203,8 @@ class _Pending(NamedTuple):
     versions: tuple[int, ...]
 
     def run(self, owners: Mapping[str, Owner] | None) -> None:
-        for name in self.names if owners is not None else ():
-            held = self.destination.owners[name].parameters
-            now = owners[name].parameters if owners is not None else ()
-            if len(held) != len(now) or any(a is not b for a, b in zip(held, now, strict=True)):
+        for name, owner in (owners or {}).items():
+            if name in self.names and not self.destination.owners[name].is_still(owner):
                 raise UnsupportedError(
                     f"{name} was replaced between forward and backward_dw, as FSDP does: its "
                     "gradient would be lost; hint: delayed=False"

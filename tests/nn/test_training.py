@@ -40,7 +40,7 @@ def _grads(module: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
-@EVERY
+@pytest.mark.parametrize("name", ["gpt-oss", "fc1-input", "norm", "bf16"])
 def test_one_compiled_step_serves_every_token_count_with_the_bits_of_eager(name: str) -> None:
     module = make_experts(**EXPERTS_OPTIONS[name])
     twin = copy.deepcopy(module)

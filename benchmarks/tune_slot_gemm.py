@@ -51,7 +51,6 @@ OUTPUT = {
     1: [(32, 256, 4, 5), (64, 256, 4, 4), (64, 128, 4, 6), (128, 128, 4, 4), (128, 64, 4, 6)],
 }  # fmt: skip
 OUTPUT = {topk: [config(*shape) for shape in shapes] for topk, shapes in OUTPUT.items()}
-CHOICES = [(False, 0), *((True, ahead << 20) for ahead in (0, 4, 12))]
 PLACEMENT = ProbPlacement.FC2_OUTPUT
 
 
@@ -114,7 +113,7 @@ def measure(name, tokens, weights):
     best = {}
     for stage, tiles in (("hidden", HIDDEN), ("output", OUTPUT[problem.K])):
         for tile in tiles:
-            late = Tiles(tile, tile, early=False, ahead=0)
+            late = Tiles(tile, tile, early=False)
             if stage == "hidden":
                 run = lambda which, tile=tile: case.hidden(which, tile)  # noqa: E731
                 wanted, size = reference[0], 2 * byte
@@ -129,11 +128,11 @@ def measure(name, tokens, weights):
                               "error": str(error)[:80]})  # fmt: skip
     ranked = [best[ms] for ms in sorted(best)]
     firsts, seconds = ([t for s, t in ranked if s == stage][:2] for stage in ("hidden", "output"))
-    for hidden, output, (early, ahead) in product(firsts[:1], seconds, CHOICES):
-        tiles = Tiles(hidden, output, early=early, ahead=ahead)
+    for hidden, output, early in product(firsts[:1], seconds, (False, True)):
+        tiles = Tiles(hidden, output, early=early)
         run = lambda which, tiles=tiles: case.both(which, tiles)  # noqa: E731
         same = all(bool(torch.equal(run(w), expected[w])) for w in range(sets) for _ in range(5))
-        what = f"{short(hidden)} | {short(output)} {'early' if early else 'late'} {ahead >> 20}"
+        what = f"{short(hidden)} | {short(output)} {'early' if early else 'late'}"
         note("both", what, run, 3 * byte, same)
     return found
 
@@ -147,12 +146,10 @@ def compile_share(index, count):
         x = torch.zeros(1, size, device="cuda", dtype=torch.bfloat16)
         h = torch.zeros(topk, size, device="cuda", dtype=torch.bfloat16)
         ids, probs = torch.arange(topk, device="cuda")[None], torch.ones(1, topk, device="cuda")
-        work = [(tile, early, 0) for tile, early in product(HIDDEN, (False, True))]
-        work += [(tile, *choice) for tile, choice in product(OUTPUT[topk], CHOICES[:3])]
-        for tile, early, ahead in work[index::count]:
+        for tile, early in [*product(HIDDEN + OUTPUT[topk], (False, True))][index::count]:
             with suppress(triton.runtime.errors.OutOfResources):
                 if tile in OUTPUT[topk]:
-                    tiles = Tiles(tile, tile, early=early, ahead=ahead)
+                    tiles = Tiles(tile, tile, early=early)
                     launch_token_output(
                         h, ids, weights.down, None, probs, PLACEMENT, torch.empty_like(x), tiles
                     )

@@ -51,6 +51,7 @@ def spelled(config: Config) -> str:
     """Return a name that no other tile has."""
     tile = f"{config.block_r}x{config.block_n}x{config.block_k}"
     flags = ("-swap" if config.swap else "") + ("" if config.tma else "-pointers")
+    flags += f"-short{config.short}" if config.short else ""
     return f"{tile}-{config.num_warps}w-{config.num_stages}s{flags}"
 
 

@@ -29,13 +29,11 @@ TILES = {
         Config(block_n=32, block_k=32, num_warps=4, num_stages=2),
         Config(block_n=16, block_k=16, num_warps=4, num_stages=2),
         early=False,
-        ahead=0,
     ),
     "pointers": Tiles(
         Config(block_n=64, block_k=16, num_warps=4, num_stages=2, tma=False),
         Config(block_n=32, block_k=32, num_warps=4, num_stages=2, tma=False),
         early=False,
-        ahead=0,
     ),
 }
 

@@ -97,12 +97,12 @@ class Entry(NamedTuple):
 # (tests/backends/test_fused.py).
 TABLE: tuple[Entry, ...] = (
     Entry(10.0, _streamed(16, 128, 128, 4, 4), _streamed(16, 64, 128, 4, 5, swap=False)),
-    Entry(24.0, _streamed(32, 256, 128, 8, 3), _streamed(32, 128, 128, 8, 4)),
+    Entry(24.0, _streamed(32, 256, 128, 8, 3), _streamed(32, 256, 128, 8, 3)),
     Entry(48.0, _streamed(64, 256, 64, 8, 4), _streamed(64, 256, 64, 8, 4)),
-    Entry(100.0, _streamed(128, 256, 64, 8, 4, short=64), _rows(128, 256, 8, 4, short=64)),
+    Entry(100.0, _rows(128, 256, 8, 4, short=64), _rows(128, 256, 8, 4, short=64)),
     Entry(180.0, _streamed(128, 256, 64, 8, 4, short=32), _streamed(128, 256, 64, 8, 4, short=32)),
     Entry(400.0, _rows(128, 256, 8, 4, short=64), _rows(128, 256, 8, 4)),
-    Entry(float("inf"), _rows(128, 256, 8, 3), _rows(128, 256, 8, 3)),
+    Entry(float("inf"), _rows(128, 256, 8, 3, group=16), _rows(128, 256, 8, 3)),
 )
 
 # The same for the gradient of the input, a product with the transposed first matrix; from

@@ -5,13 +5,14 @@ columns (``_token_output_kernel``): the second contracts all slots of its token 
 them by ascending expert. Each contraction is one fp32 accumulator, ascending. A tile has 16 rows, of
 which one is live in the first launch, and those of a token in the second.
 
-With ``EARLY`` the second launch may begin while the first still runs: it reads ids and asks for
-weights, which the first does not write, and waits before it reads ``h``.
+With ``EARLY`` the second launch may begin while the first still runs: it reads ids, which the first
+does not write, and waits before it reads ``h``.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from samebits.activation import Activation
@@ -25,8 +26,28 @@ from samebits.ops.slot_gemm.tuning import Config, Tiles
 from samebits.problem import ProbPlacement
 from samebits.weights import ExpertWeights
 
-# Rows of a tile: the matrix unit's least. One is live.
+# Rows of a tile: the matrix unit's least.
 _ROWS = tl.constexpr(16)
+
+if knobs.runtime.interpret:
+    # There a launch ends before the next begins.
+    @triton.jit
+    def _let_the_next_launch_start():
+        pass
+
+    @triton.jit
+    def _wait_for_the_launch_before():
+        pass
+
+else:
+
+    @triton.jit
+    def _let_the_next_launch_start():
+        gdc_launch_dependents()
+
+    @triton.jit
+    def _wait_for_the_launch_before():
+        gdc_wait()
 
 
 @triton.jit
@@ -54,7 +75,7 @@ def _slot_hidden_kernel(
     BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
-        gdc_launch_dependents()
+        _let_the_next_launch_start()
     PAIRED: tl.constexpr = GATED and (INTERLEAVE == 0 or BLOCK_F % INTERLEAVE != 0)
     PARTS: tl.constexpr = 2 if GATED else 1
     BLOCK_N: tl.constexpr = PARTS * BLOCK_F
@@ -109,29 +130,12 @@ def _slot_hidden_kernel(
         tl.store(h_ptrs, h.to(dtype), mask=live & (f < F))
 
 
-@triton.jit
-def _ask_for_rows(w_ptr, stride_we, stride_wn, expert, columns, inside, size):
-    """Ask for the first ``size`` bytes of rows of an expert's matrix, to be in the cache later."""
-    ptrs = w_ptr + expert.to(tl.int64) * stride_we + columns.to(tl.int64) * stride_wn
-    sizes = tl.where(inside, size, 0).to(tl.int32)
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred wanted;
-        setp.ne.s32 wanted, $2, 0;
-        @wanted cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r", [ptrs.to(tl.int64, bitcast=True), sizes], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 @recordable
 @triton.jit(do_not_specialize=["expert_start", "E"])
 def _token_output_kernel(
     h_ptr, w, stride_we, stride_wn, stride_wk, bias_ptr,
     ids_ptr, num_valid_ptr, bias_probs_ptr, y_probs_ptr,
     out_ptr,
-    ahead_ptr, stride_ae, stride_an, ahead_bytes,
     F, H, expert_start, E,
     TOPK: tl.constexpr, TOPK_POW2: tl.constexpr,
     TMA: tl.constexpr, TRANSPOSED: tl.constexpr, K_TAIL: tl.constexpr, EARLY: tl.constexpr,
@@ -153,14 +157,7 @@ def _token_output_kernel(
         kept += (expert < E).to(tl.int32)
         ordered = insert_ascending(ordered, expert * TOPK_POW2 + k, k)
     if EARLY:
-        if ahead_ptr is not None:
-            for place in tl.static_range(TOPK):
-                if place < kept:
-                    _ask_for_rows(
-                        ahead_ptr, stride_ae, stride_an, ordered[place] // TOPK_POW2,
-                        columns, inside, ahead_bytes,
-                    )  # fmt: skip
-        gdc_wait()
+        _wait_for_the_launch_before()
     # Row r of the tile is slot r of the token, for every expert: only its own row is looked at.
     row = tl.arange(0, _ROWS)
     ks = tl.arange(0, BLOCK_K)
@@ -294,7 +291,7 @@ def launch_token_output(
         probs: ``(T, K)``, contiguous; used where ``placement`` says.
         placement: Where the probability is multiplied in.
         out: Where to write; contiguous.
-        tiles: Tile, and how early to start. ``early`` only right behind ``launch_slot_hidden``.
+        tiles: Tile, and whether to start early: only right behind ``launch_slot_hidden``.
         expert_start: Global id of the first expert held here.
         num_valid_tokens: ``(1,)`` int32.
 
@@ -308,17 +305,12 @@ def launch_token_output(
     source, strides, tma = weight_operand(
         w, (config.block_n, config.block_k) if config.tma else None
     )
-    # Rows can be asked for where they lie on multiples of 16 bytes, as descriptors want them too.
-    ahead = 0
-    if tiles.early and tma and w.stride(2) == 1:
-        ahead = min(columns * w.element_size(), tiles.ahead // (tokens * topk * hidden)) // 16 * 16
     _token_output_kernel[(tokens * triton.cdiv(hidden, config.block_n),)](
         h, source, *strides, bias,
         ids, num_valid_tokens,
         probs if placement == ProbPlacement.FC2_INPUT else None,
         probs if placement == ProbPlacement.FC2_OUTPUT else None,
         out,
-        w if ahead else None, w.stride(0), w.stride(1), ahead,
         columns, hidden, expert_start, experts,
         TOPK=topk, TOPK_POW2=triton.next_power_of_2(topk),
         TMA=tma, TRANSPOSED=w.stride(2) != 1, K_TAIL=columns % config.block_k != 0,

@@ -25,8 +25,6 @@ class Tiles(NamedTuple):
     output: Config
     # The second launch starts before the first has ended, and waits for it where it must.
     early: bool
-    # Bytes of weights that the second launch asks for while it waits, at most.
-    ahead: int
 
 
 # bf16 on an H200, Triton 3.6.0, from benchmarks/tune_slot_gemm.py.
@@ -35,8 +33,8 @@ _HIDDEN = Config(block_n=128, block_k=128, num_warps=4, num_stages=4)
 _OUTPUT = (
     (1, Config(block_n=64, block_k=256, num_warps=4, num_stages=4)),
     (2, Config(block_n=32, block_k=256, num_warps=4, num_stages=4)),
-    (4, Config(block_n=16, block_k=128, num_warps=4, num_stages=6)),
-    (8, Config(block_n=16, block_k=128, num_warps=4, num_stages=5)),
+    (4, Config(block_n=32, block_k=128, num_warps=4, num_stages=6)),
+    (8, Config(block_n=32, block_k=128, num_warps=4, num_stages=4)),
     (16, Config(block_n=16, block_k=64, num_warps=4, num_stages=5)),
 )
 # The sorted path reads the weights of an expert once, however many slots share it.
@@ -60,4 +58,4 @@ def heuristic(tokens: int, topk: int, experts: int, device: str, dtype: str) -> 
     if tokens > 1 and tokens * topk > _MOST_SLOTS_PER_EXPERT * experts:
         return None
     output = next(config for most, config in _OUTPUT if topk <= most)
-    return Tiles(_HIDDEN, output, early=False, ahead=0)
+    return Tiles(_HIDDEN, output, early=True)

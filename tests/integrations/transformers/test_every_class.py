@@ -57,6 +57,9 @@ def undocumented(lines):
 
 
 def test_a_refusal_without_a_row_is_noticed():
-    about = {"verdict": "unsupported", "model": "finegrained_fp8.FP8Experts"}
-    known, other = about | {"note": "the experts are FP8"}, about | {"note": "no such reason"}
+    about = {"verdict": "unsupported", "model": "fp8_blocks.FP8Experts"}
+    known, other = (
+        about | {"note": "its activation_scheme is 'static'"},
+        about | {"note": "no such reason"},
+    )
     assert undocumented([known, other, other | {"verdict": "pass"}]) == ["no such reason"]

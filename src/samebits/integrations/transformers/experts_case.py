@@ -119,7 +119,7 @@ class TinyExperts:
         context, evidence = kernel(implementation)
         with context:
             if implementation == SAMEBITS:
-                attach(module)
+                self._attach(module)
             inputs = self._inputs(dtype, drop=dropped)
             if dropped:
                 inputs = _marked(inputs, self._sizes.E)
@@ -178,6 +178,9 @@ class TinyExperts:
             loop = _forward_backward(module, plain_loop, inputs)
         return all(relative_error(loop[name], exact[name]) <= _AGREES for name in exact)
 
+    def _attach(self, module: nn.Module) -> None:
+        attach(module)
+
     def _runnable(self, dtype: torch.dtype) -> Any:
         """Return a copy for an implementation to run."""
         return self._module(dtype, dtype)
@@ -230,7 +233,9 @@ def _forward_backward(module: Any, forward: Forward, inputs: Inputs) -> Results:
         out, list(leaves.values()), inputs.dout, allow_unused=True, materialize_grads=True
     )
     results = {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
-    if inputs.topk_ids.max() < module.down_proj.shape[0]:
+    # Where matrices are packed there is no parameter to ask.
+    held = module.num_experts if module.down_proj is None else module.down_proj.shape[0]
+    if inputs.topk_ids.max() < held:
         # Dropped by probability 0 only: the slot's expert still sees a gradient here.
         results["d_topk_probs"] = results["d_topk_probs"].masked_fill(inputs.dropped, 0.0)
     return results

@@ -21,9 +21,11 @@ from samebits.integrations.transformers.notes import notes_of
 from samebits.integrations.transformers.reach import unreachable
 from samebits.integrations.transformers.translation import (
     ATTRIBUTE,
+    PACKED,
     Translation,
     changed,
     is_current,
+    packed_weights_of,
     weights_of,
 )
 from samebits.integrations.transformers.verify import translate
@@ -93,11 +95,7 @@ def experts_forward(
             return refused
         translation = translate(self)
         setattr(self, ATTRIBUTE, translation)
-    weights: Parameters
-    if fp8.is_quantized(self):
-        weights = fp8.quantized_weights_of(self, translation, hidden_states.dtype)
-    else:
-        weights = weights_of(self, translation)
+    weights = _parameters_of(self, translation, hidden_states.dtype)
     num_experts = weights.down.shape[0]
     if getattr(self, "num_experts", num_experts) != num_experts:
         rule = f"hold num_experts = {self.num_experts} experts"
@@ -118,6 +116,14 @@ def experts_forward(
     )
     # Autocast narrows inside; the interface promises the dtype it was given.
     return out.to(hidden_states.dtype)
+
+
+def _parameters_of(module: nn.Module, translation: Translation, dtype: torch.dtype) -> Parameters:
+    if getattr(module, PACKED, None) is not None:
+        return packed_weights_of(module, translation)
+    if fp8.is_quantized(module):
+        return fp8.quantized_weights_of(module, translation, dtype)
+    return weights_of(module, translation)
 
 
 def _stale(module: nn.Module, translation: Translation | None) -> str:

@@ -9,15 +9,9 @@ import transformers
 
 from samebits._version import __version__
 from samebits.checks.models.protocol import Found, LanguageBuilder, UnbuildableError
-from samebits.integrations.transformers import fp8_case, zoo
+from samebits.integrations.transformers import fp8_case, packed_case, zoo
 from samebits.integrations.transformers import implementations as registered
 from samebits.integrations.transformers.experts_case import FoundExperts, TinyExperts
-
-_MXFP4 = (
-    "it keeps its weights in the order of a kernel library and calls that library itself: the "
-    "experts interface does not reach it. Load with Mxfp4Config(dequantize=True), or read the "
-    "checkpoint's packed tensors with samebits.formats.loading.from_gpt_oss"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +60,7 @@ class Transformers:
             FoundExperts(found) if isinstance(found, zoo.ExpertsClass) else FoundBroken(found)
             for found in zoo.discover()
         ]
-        packed = zoo.BrokenModule("gpt_oss_mxfp4.Mxfp4GptOssExperts", _MXFP4)
-        return [*decorated, *fp8_case.found(), FoundBroken(packed)]
+        return [*decorated, *fp8_case.found(), *packed_case.found()]
 
     def languages(self, *, full: bool) -> Iterable[LanguageBuilder]:
         """Builders of whole language models."""

@@ -15,7 +15,7 @@ transformers               samebits
 =========================  ====================================================
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -23,11 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from samebits.activation import Activation
+from samebits.formats import QuantizedWeights
 from samebits.weights import ExpertWeights, Layout, PostExpertNorm
 
 # Where a translation is kept: a plain attribute of the experts module, so that deepcopy and pickle
 # carry it, state_dict leaves it out, and torch.compile can guard on it.
 ATTRIBUTE = "_samebits"
+# The submodule that holds packed matrices, where ``pack_experts`` made one.
+PACKED = "samebits_packed"
 
 FactKind = Literal["number", "plain", "type", "function", "method", "partial", "object", "code"]
 
@@ -129,17 +132,27 @@ def weights_of(module: nn.Module, translation: Translation) -> ExpertWeights:
     assert isinstance(down, Tensor)
     if translation.transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    vectors = _vectors_of(module, translation)
+    return ExpertWeights(gate_up=gate_up, down=down, layout=translation.layout, **vectors)
+
+
+def packed_weights_of(module: nn.Module, translation: Translation) -> QuantizedWeights:
+    """Return the parameters of a module whose matrices are packed, its biases beside them."""
+    held: QuantizedWeights = getattr(module, PACKED).weights
+    return replace(held, **_vectors_of(module, translation))
+
+
+def _vectors_of(module: nn.Module, translation: Translation) -> dict[str, Any]:
+    """Return what the parameters hold besides the matrices and their layout."""
+    first = "gate_up_proj" if translation.activation.gated else "up_proj"
     biased = translation.biased
     scale: Tensor | None = None
     if translation.norm is not None:
         weight = read(module, ("post_expert_norm", "weight"))
         scale = 1.0 + weight if translation.norm_centered else weight
-    return ExpertWeights(
-        gate_up=gate_up,
-        down=down,
-        gate_up_bias=getattr(module, first + "_bias") if biased else None,
-        down_bias=getattr(module, "down_proj_bias") if biased else None,  # noqa: B009
-        layout=translation.layout,
-        norm=translation.norm,
-        norm_scale=scale,
-    )
+    return {
+        "gate_up_bias": getattr(module, first + "_bias") if biased else None,
+        "down_bias": module.down_proj_bias if biased else None,
+        "norm": translation.norm,
+        "norm_scale": scale,
+    }

@@ -24,6 +24,7 @@ from samebits.integrations.transformers.interface import own_forward
 from samebits.integrations.transformers.oracle import Float64Casts
 from samebits.integrations.transformers.reading import Reader, Record
 from samebits.integrations.transformers.translation import (
+    PACKED,
     Fact,
     Translation,
     is_current,
@@ -119,6 +120,9 @@ def _tensor_names(flags: dict[str, bool]) -> set[str]:
 def _check_tensors(module: nn.Module, flags: dict[str, bool]) -> None:
     held = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     expected = _tensor_names(flags)
+    if getattr(module, PACKED, None) is not None:
+        held = {name for name in held if not name.startswith(PACKED + ".")}
+        expected -= {"gate_up_proj", "up_proj", "down_proj"}
     if held - expected:
         names = ", ".join(sorted(held - expected))
         raise UnsupportedError(f"it holds tensors that its flags do not announce: {names}")

@@ -24,9 +24,11 @@ from activation_cases import (
     move,
     plain_results,
     run_launchers,
+    run_operator,
 )
 from samebits.activation import ACTIVATIONS, Activation
 from samebits.ops.activation import Operands, Wanted, activate
+from samebits.ops.activation.blocks import BLOCK
 from samebits.ops.activation.tuning import Config, block_columns
 from samebits.testing.numerics import assert_bitwise_equal, assert_within_budget
 from samebits.weights import Layout
@@ -232,6 +234,32 @@ def test_a_row_has_the_same_bits_alone_and_among_others(run: Runner) -> None:
         alone = Operands(operands.z[one], row_probs=operands.row_probs[one])
         for name, value in run(alone, dh[one], case).items():
             assert_bitwise_equal(value, together[name][one], f"{name} of row {row}")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS_TRIED, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("columns", [96, 128])
+@pytest.mark.reference
+def test_a_row_has_the_same_bits_among_several_blocks_of_two_threads(
+    columns: int, dtype: torch.dtype, activation: Activation
+) -> None:
+    case = Case(activation, probs=True, columns=columns)
+    run = run_operator("cpu", dtype)
+    operands = make_operands(case, dtype, rows=2 * BLOCK // columns + 5)
+    dh = make_dh(operands, case)
+    assert operands.row_probs is not None
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+
+    try:
+        together = run(operands, dh, case)
+        for row in (0, BLOCK // columns, -1):
+            one = [row]
+            alone = Operands(operands.z[one], row_probs=operands.row_probs[one])
+            for name, value in run(alone, dh[one], case).items():
+                assert_bitwise_equal(value, together[name][one], f"{name} of row {row}")
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("run", RUNNERS)

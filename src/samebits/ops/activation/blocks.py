@@ -31,8 +31,10 @@ def live_rows(operands: Operands) -> int:
 
 def blocks(operands: Operands, columns: int) -> Iterator[slice]:
     """Cut the live rows into blocks of rows."""
-    live = live_rows(operands)
-    step = max(1, BLOCK * torch.get_num_threads() // max(columns, 1))
+    live, threads = live_rows(operands), torch.get_num_threads()
+    step = max(1, BLOCK * threads // max(columns, 1))
+    # Threads then get whole rows, and whole vectors where rows are whole vectors.
+    step -= step % threads if step > threads else 0
     for first in range(0, live, step):
         yield slice(first, min(first + step, live))
 
@@ -54,16 +56,36 @@ class Buffers:
         self._size = _padded(longest * columns)
         self._dtype = wide_dtype(operands.z.dtype)
         self._parts: dict[str, Tensor] = {}
+        # All blocks but the last have one shape: their views are made once.
+        self._views: dict[tuple[str, torch.Size], Tensor] = {}
+        self._filled: dict[tuple[str, torch.Size], tuple[Tensor, ...]] = {}
 
-    def of(self, name: str, like: Tensor) -> Tensor:
-        """Return the buffer ``name``, as long as ``like`` with its padding; any content."""
+    def like(self, name: str, value: Tensor) -> Tensor:
+        """Return the buffer ``name`` in the shape of ``value``; any content."""
+        key = name, value.shape
+        if key not in self._views:
+            self._views[key] = self._rows(name, 1, value.numel())[0].view(value.shape)
+        return self._views[key]
+
+    def _rows(self, name: str, count: int, length: int) -> Tensor:
         if name not in self._parts:
-            self._parts[name] = torch.empty(self._size, dtype=self._dtype)
-        return self._parts[name][: _padded(like.numel())]
+            self._parts[name] = torch.empty(count, self._size, dtype=self._dtype)
+        return self._parts[name][:, :length]
 
-    def wide(self, name: str, part: Tensor) -> Tensor:
-        """Return a flat copy of ``part``, padded with zeros to whole vectors."""
-        size, flat = part.numel(), self.of(name, part)
-        flat[size:] = 0
-        flat[:size].view(part.shape).copy_(part)
-        return flat
+    def wide(self, name: str, parts: Tensor) -> tuple[Tensor, ...]:
+        """Return a flat copy of each of ``parts``, padded with zeros to whole vectors."""
+        key = name, parts.shape
+        if key not in self._filled:
+            size = parts[0].numel()
+            flat = self._rows(name, parts.shape[0], _padded(size))
+            self._filled[key] = flat[:, :size].view(parts.shape), flat[:, size:], *flat.unbind()
+        filled, padding, *flats = self._filled[key]
+        if padding.numel():
+            padding.zero_()
+        filled.copy_(parts)
+        return tuple(flats)
+
+    def is_flat(self, part: Tensor) -> bool:
+        """Return whether loops over ``part`` as it lies are whole vectors of the wide dtype."""
+        whole = part.shape[-1] % _VECTOR == 0 and _padded(part.numel()) == part.numel()
+        return whole and part.dtype == self._dtype

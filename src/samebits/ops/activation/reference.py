@@ -6,6 +6,7 @@ are not), block by block (``blocks.py``).
 """
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import cast
 
@@ -22,6 +23,9 @@ from samebits.weights import Layout
 # Columns of a sum of dp.
 _PARTIAL = 64
 
+# Gives memory in the shape of a block's gate by name.
+Buffer = Callable[[str], Tensor]
+
 
 def _with_scalars(activation: Activation, scalars: Tensor | None) -> Activation:
     """Return the activation with limit and offset read from ``scalars``; illegal ones raise."""
@@ -37,20 +41,46 @@ def _with_scalars(activation: Activation, scalars: Tensor | None) -> Activation:
     )
 
 
-def _parts(
+def _stored(
     operands: Operands, activation: Activation, layout: Layout, span: slice, experts: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return gate and up of ``z' = D(z + bias)``, blocks of columns apart where they alternate."""
+) -> Tensor:
+    """Return the parts of ``z' = D(z + bias)`` as they are stored: ``(1 or 2, rows, n, block)``."""
     z = operands.z[span]
     bias = _row_bias(operands, span, experts)
     if bias is not None:
-        wide = wide_dtype(z.dtype)
-        z = (z.to(wide) + bias.to(wide)).to(z.dtype)
+        # One rounding: sums of one dtype are computed in fp32 already.
+        z = (z + bias if bias.dtype == z.dtype else z.to(bias.dtype) + bias).to(z.dtype)
     if not activation.gated:
-        return z, None
+        return z.view(1, z.shape[0], 1, z.shape[1])
     block = layout.block(z.shape[1] // 2)
-    first, second = z.view(z.shape[0], -1, 2, block).unbind(2)
-    return (second, first) if layout.up_first else (first, second)
+    return z.view(z.shape[0], -1, 2, block).permute(2, 0, 1, 3)
+
+
+# Kinds whose loops do not depend on strides; torch has two of gelu.
+_STRIDED = ("silu", "relu", "relu2")
+
+
+def _values(
+    stored: Tensor, activation: Activation, layout: Layout, buffers: Buffers
+) -> tuple[Tensor, Tensor | None, Buffer]:
+    """Return gate and up in the wide dtype, and what gives a buffer of their shape.
+
+    They are ``stored`` itself where that is as good: only "gate" and "up" may be written to.
+    """
+    direct = activation.kind in _STRIDED and buffers.is_flat(stored[0])
+    parts = stored.unbind() if direct else buffers.wide("parts", stored)
+    gate, up = parts if len(parts) == 2 else (parts[0], None)
+    if up is not None and layout.up_first:
+        gate, up = up, gate
+
+    def buffer(name: str) -> Tensor:
+        if not direct and name in ("gate", "up"):
+            found = gate if name == "gate" else up
+            assert found is not None
+            return found
+        return buffers.like(name, gate)
+
+    return gate, up, buffer
 
 
 def _row_bias(operands: Operands, span: slice, experts: Tensor | None) -> Tensor | None:
@@ -68,12 +98,10 @@ def _row_experts(operands: Operands) -> Tensor | None:
 
 
 def _act(gate: Tensor, activation: Activation, out: Tensor) -> Tensor:
-    """Return the scalar function of the gate; may write into ``out``."""
+    """Return the function of the gate; may write into ``out``, the gate where alpha is 1."""
     aten = torch.ops.aten
-    if activation.kind == "silu":
-        if activation.alpha == 1.0:
-            return cast("Tensor", aten.silu.out(gate, out=out))
-        return torch.mul(gate, activation.alpha, out=out).sigmoid_().mul_(gate)
+    if activation.kind == "silu" and activation.alpha == 1.0:
+        return cast("Tensor", aten.silu.out(gate, out=out))
     if activation.kind in ("gelu", "gelu_tanh"):
         approximate = _APPROXIMATE[activation.kind]
         return cast("Tensor", aten.gelu.out(gate, approximate=approximate, out=out))
@@ -81,20 +109,28 @@ def _act(gate: Tensor, activation: Activation, out: Tensor) -> Tensor:
         return torch.clamp(gate, min=0.0, out=out)
     if activation.kind == "relu2":
         return torch.clamp(gate, min=0.0, out=out).square_()
+    if activation.kind == "silu":
+        return torch.mul(gate, activation.alpha, out=out).sigmoid_().mul_(gate)
     return act.ACTIVATIONS[activation.kind].function(gate, activation)
 
 
-def _act_backward(grad: Tensor, gate: Tensor, activation: Activation) -> Tensor:
-    """Return ``grad * d act / d gate``; may write into ``grad``."""
-    aten = torch.ops.aten
+def _act_backward(grad: Tensor, gate: Tensor, activation: Activation, buffer: Buffer) -> Tensor:
+    """Return ``grad * d act / d gate`` in the buffer "grad"."""
+    aten, out = torch.ops.aten, buffer("grad")
     if activation.kind == "silu":
         # d/dg (g σ(αg)) is the derivative of silu at αg.
-        scaled = gate if activation.alpha == 1.0 else gate * activation.alpha
-        return cast("Tensor", aten.silu_backward.grad_input(grad, scaled, grad_input=grad))
+        if activation.alpha != 1.0:
+            gate = torch.mul(gate, activation.alpha, out=buffer("scaled"))
+        return cast("Tensor", aten.silu_backward.grad_input(grad, gate, grad_input=out))
     if activation.kind in ("gelu", "gelu_tanh"):
         approximate = _APPROXIMATE[activation.kind]
-        return cast("Tensor", aten.gelu_backward(grad, gate, approximate=approximate))
-    return grad.mul_(act.ACTIVATIONS[activation.kind].derivative(gate, activation))
+        backward = aten.gelu_backward.grad_input
+        return cast("Tensor", backward(grad, gate, approximate=approximate, grad_input=out))
+    if activation.kind == "relu2":
+        slope = torch.clamp(gate, min=0.0, out=buffer("scaled")).mul_(2.0)
+    else:
+        slope = act.ACTIVATIONS[activation.kind].derivative(gate, activation)
+    return torch.mul(grad, slope, out=out)
 
 
 _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
@@ -109,6 +145,12 @@ def _inside(grad: Tensor, value: Tensor, low: float, limit: float) -> Tensor:
     return cast("Tensor", masked(grad, value, below, above, grad_input=grad))
 
 
+def _cut(value: Tensor, shape: torch.Size) -> Tensor:
+    """Return ``value`` in ``shape``, without its padding."""
+    size = shape.numel()
+    return (value if value.numel() == size else value[:size]).view(shape)
+
+
 def forward(operands: Operands, activation: Activation, layout: Layout) -> Tensor:
     """Return ``h``; see ``samebits.ops.activation.activate``.
 
@@ -120,44 +162,38 @@ def forward(operands: Operands, activation: Activation, layout: Layout) -> Tenso
     h = z.new_empty(z.shape[0], columns)
     experts = _row_experts(operands)
     buffers = Buffers(operands, columns)
-    wide = wide_dtype(z.dtype)
     for span in blocks(operands, columns):
-        gate_part, up_part = _parts(operands, activation, layout, span, experts)
-        shape, size = gate_part.shape, gate_part.numel()
-        value = buffers.wide("gate", gate_part)
+        stored = _stored(operands, activation, layout, span, experts)
+        shape = stored.shape[1:]
+        value, up, buffer = _values(stored, activation, layout, buffers)
         if limit is not None and activation.limit_position == "pre":
-            value.clamp_(max=limit)
-        value = _act(value, activation, buffers.of("act", value))
+            value = torch.clamp(value, max=limit, out=buffer("gate"))
+        value = _act(value, activation, buffer("gate" if activation.alpha == 1.0 else "act"))
         if limit is not None and activation.limit_position == "post":
             value.clamp_(max=limit)
         block = h[span].view(shape)
-        # The last product goes straight to its place where no rounding is between.
-        direct = operands.row_probs is None and wide == z.dtype
-        if up_part is not None:
-            up = _linear(buffers.wide("up", up_part), activation)
-            if direct:
-                torch.mul(value[:size].view(shape), up[:size].view(shape), out=block)
+        if up is not None:
+            up = _linear(up, activation, buffer("up"))
+            if operands.row_probs is None and value.dtype == z.dtype:
+                # Straight to its place: no rounding is between.
+                torch.mul(_cut(value, shape), _cut(up, shape), out=block)
                 continue
             value.mul_(up)
-        value = value[:size].view(shape)
+        value = _cut(value, shape)
         if operands.row_probs is not None:
-            p = operands.row_probs[span].to(wide)
-            value.mul_(p.view(-1, *[1] * (len(shape) - 1)))
+            value.mul_(operands.row_probs[span].to(value.dtype).view(-1, 1, 1))
         block.copy_(value)
     return h
 
 
-def _changes_up(activation: Activation) -> bool:
-    return bool(activation.limit or activation.up_softcap or activation.linear_offset)
-
-
-def _linear(up: Tensor, activation: Activation) -> Tensor:
-    """Return up after clamp, cap and offset; may write into ``up``."""
-    if activation.limit is not None:
-        up.clamp_(-activation.limit, activation.limit)
-    if activation.up_softcap is not None:
-        up.div_(activation.up_softcap).tanh_().mul_(activation.up_softcap)
-    return up.add_(activation.linear_offset) if activation.linear_offset else up
+def _linear(up: Tensor, activation: Activation, out: Tensor) -> Tensor:
+    """Return up after clamp, cap and offset; in ``out``, which may be up, where that differs."""
+    limit, cap, offset = activation.limit, activation.up_softcap, activation.linear_offset
+    if limit is not None:
+        up = torch.clamp(up, -limit, limit, out=out)
+    if cap is not None:
+        up = torch.div(up, cap, out=out).tanh_().mul_(cap)
+    return torch.add(up, offset, out=out) if offset else up
 
 
 def backward(
@@ -198,42 +234,41 @@ def _backward_block(
 ) -> None:
     limit, cap = activation.limit, activation.up_softcap
     pre = limit is not None and activation.limit_position == "pre"
-    gate_part, up_part = _parts(operands, activation, layout, span, experts)
-    gate, grad = buffers.wide("gate", gate_part), buffers.wide("grad", dh[span])
-    up = None if up_part is None else buffers.wide("up", up_part)
-    rows, columns = dh[span].shape
+    stored = _stored(operands, activation, layout, span, experts)
+    gate, up, buffer = _values(stored, activation, layout, buffers)
+    shape = dh[span].shape
+    if gate.dim() > 1 and dh.dtype == gate.dtype:
+        grad = dh[span].view(gate.shape)
+    else:
+        grad = buffers.wide("grad", dh[span][None])[0].view(gate.shape)
 
-    bounded_gate = gate
-    if pre:
-        bounded_gate = torch.clamp(gate, max=limit, out=buffers.of("bounded", gate))
-    raw = _act(bounded_gate, activation, buffers.of("act", gate))
+    bounded_gate = torch.clamp(gate, max=limit, out=buffer("bounded")) if pre else gate
+    raw = _act(bounded_gate, activation, buffer("act"))
     bounded = raw.clamp(max=limit) if limit is not None and not pre else raw
-    linear = up
-    if up is not None and _changes_up(activation):
-        linear = _linear(buffers.of("linear", up).copy_(up), activation)
-
-    def cut(flat: Tensor) -> Tensor:
-        return flat[: rows * columns].view(rows, columns)
+    linear = None if up is None else _linear(up, activation, buffer("linear"))
 
     p = operands.row_probs
-    p = None if p is None else p[span].to(grad.dtype)[:, None]
+    p = None if p is None else p[span].to(gate.dtype)[:, None]
     if result.dp is not None or result.h is not None:
-        h = torch.mul(bounded, 1.0 if linear is None else linear, out=buffers.of("dup", grad))
-        _store_others(result, span, cut(h), cut(grad), p)
+        h = torch.mul(bounded, 1.0 if linear is None else linear, out=buffer("dup"))
+        _store_others(result, span, _cut(h, shape), _cut(grad, shape), p)
     if p is not None:
-        cut(grad).mul_(p)
+        torch.mul(_cut(grad, shape), p, out=_cut(buffer("grad"), shape))
+        grad = buffer("grad")
     if linear is None or up is None:
-        result.dz[span] = cut(_act_backward(grad, gate, activation))
+        result.dz[span] = _cut(_act_backward(grad, gate, activation, buffer), shape)
         return
 
-    dup = torch.mul(grad, bounded, out=buffers.of("dup", grad))
+    # In the place of what is not needed any more: fewer buffers stay in the cache.
+    dup = torch.mul(grad, bounded, out=buffer("act" if bounded is raw else "dup"))
     if cap is not None:
         dup.mul_(1.0 - torch.tanh(up / cap).square_())
-    dgate = _act_backward(grad.mul_(linear), bounded_gate, activation)
+    grad = torch.mul(grad, linear, out=buffer("grad"))
+    dgate = _act_backward(grad, bounded_gate, activation, buffer)
     if limit is not None:
         dup = _inside(dup, up, -limit, limit)
         dgate = _inside(dgate, gate if pre else raw, -math.inf, limit)
-    _store(result.dz[span], cut(dgate), cut(dup), layout)
+    _store(result.dz[span], _cut(dgate, shape), _cut(dup, shape), layout)
 
 
 def _store_others(result: Backward, span: slice, h: Tensor, dh: Tensor, p: Tensor | None) -> None:

@@ -1,12 +1,16 @@
 """Megatron-LM's conventions for weight gradients: fused accumulation, delay, buffers, hooks."""
 
+import os
+import subprocess
+import sys
 from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from real_megatron import EXPERTS, HIDDEN, SIZES, Grouped
+from real_megatron import EXPERTS, HIDDEN, SIZES, Grouped, with_megatron
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
@@ -198,3 +202,20 @@ def test_fusion_without_buffers_is_an_error_that_names_the_parameter() -> None:
     with pytest.raises(ValueError, match=r"gate_up\.main_grad must be a tensor .*, got None"):
         _step(module)
     assert len(list(module.parameters())) == 4 * EXPERTS
+
+
+@with_megatron
+def test_the_real_wrapper_gets_every_gradient_once(tmp_path: Path) -> None:
+    program = Path(__file__).parent / "real_data_parallel.py"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}  # noqa: TID251
+
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "mistake: " not in done.stderr

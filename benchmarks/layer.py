@@ -38,10 +38,11 @@ from layer_cases import (
     weights_of,
     worst_error,
 )
+from layer_compile import compile_ahead, compile_share
 from layer_peers import best_peer, peers_of, speed_of_this_machine
-from timing import clocks, compile_in_processes
+from timing import clocks
 
-from samebits import env, warmup
+from samebits import env
 from samebits.experts import experts
 from samebits.routing import Routing
 from samebits.testing.cases import MODELS
@@ -184,18 +185,6 @@ def summary(rows, speed):
             )
 
 
-def compile_share(jobs, backends, index, count):
-    """Compile every ``count``-th of what the jobs launch."""
-    work = [
-        (shape, variant, tokens, backend)
-        for (shape, variant), found in jobs.items()
-        for tokens in dict.fromkeys(t for _, t in found)
-        for backend in backends
-    ]
-    for shape, variant, tokens, backend in work[index::count]:
-        warmup(variants_of(shape, True)[variant], [tokens], backend=backend)
-
-
 def missed(arguments, whole):
     """Return a line for each result of ours that is wrong, and for each target that is missed."""
     found = [
@@ -225,7 +214,9 @@ def parser():
     made.add_argument("--peers", default=None, help="torch,transformers,liger; none")
     made.add_argument("--out", type=Path, default=HERE / "results" / "layer.json")
     made.add_argument("--assert", dest="targets", type=Path, help="a TOML file of targets")
+    made.add_argument("--seconds", type=float, default=math.inf, help="skip cells after so long")
     made.add_argument("--compile-share", nargs=2, type=int, help=argparse.SUPPRESS)
+    made.add_argument("--compile-options", action="store_true", help=argparse.SUPPRESS)
     return made
 
 
@@ -241,10 +232,10 @@ def main(argv=None):
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device here; this benchmark has nothing to time")
     if arguments.compile_share:
-        compile_share(jobs, backends, *arguments.compile_share)
+        compile_share(jobs, backends, arguments.compile_options, *arguments.compile_share)
         return 0
     began = time.time()
-    compile_in_processes(str(HERE / "layer.py"), *argv)
+    rest = compile_ahead(argv, any(variant != "plain" for _, variant, _ in jobs))
     measured = rates()
     print(
         f"{torch.cuda.get_device_name()}  cuBLAS {measured.flop_per_ms / 1e9:.0f} TFLOP/s  "
@@ -253,8 +244,13 @@ def main(argv=None):
     )  # fmt: skip
     rows = []
     with torch.no_grad():
-        for (shape, variant), cells in jobs.items():
-            problem = variants_of(shape, True)[variant]
+        for shape, variant, cells in jobs:
+            if time.time() - began > arguments.seconds:
+                print(f"out of time before {shape} {variant} {cells}")
+                continue
+            if variant != "plain":
+                rest()
+            problem = variants_of(shape)[variant]
             weights = weights_of(problem)
             for routing, tokens in cells:
                 cell = (shape, tokens, routing, variant)

@@ -170,33 +170,45 @@ def cells_of(text):
     return cells
 
 
-def variants_of(shape, options):
-    """Return the problems to time: the plain one, and with ``options`` the model's own."""
+def variants_of(shape):
+    """Return the problems to time: the plain one, and the model's own."""
     problem = MODELS[shape]
     found = {"plain": problem}
-    if options and shape == "gpt-oss-120b":
+    if shape == "gpt-oss-120b":
         activation = Activation(alpha=1.702, limit=7.0, linear_offset=1.0)
         found["gpt-oss"] = replace(
             problem, activation=activation, layout=Layout(interleave=1),
             gate_up_bias="bf16", down_bias="bf16",
         )  # fmt: skip
-    if options and shape == "llama4-scout":
+    if shape == "llama4-scout":
         found["fc1_input"] = replace(problem, placement=ProbPlacement.FC1_INPUT)
     return found
 
 
 def jobs_of(arguments):
-    """Return {(shape, variant): [(routing, T), …]}, in the order in which they are timed."""
+    """Return [(shape, variant, [(routing, T), …]), …] in the order in which they are timed.
+
+    A full run begins with every plain cell, then come options, then other routings.
+    """
     chosen = arguments.tokens.split(","), arguments.shapes.split(",")
     cells = arguments.cells or [(s, int(t)) for t, s in product(*chosen)]
     if arguments.quick:
         cells = QUICK
-    jobs = {}
-    for shape in dict.fromkeys(shape for shape, _ in cells):
-        tokens = [t for s, t in cells if s == shape]
-        for variant in variants_of(shape, arguments.options or arguments.full):
-            found = [(routing, t) for routing in arguments.routings.split(",") for t in tokens]
-            if arguments.full and variant == "plain":
-                found += [(r, t) for r in ROUTINGS[1:] for t in tokens if t in ROUTED]
-            jobs[shape, variant] = found
+    tokens = {}
+    for shape, count in cells:
+        tokens.setdefault(shape, []).append(count)
+    routings = arguments.routings.split(",")
+    jobs = [(s, "plain", [(r, t) for r in routings for t in found]) for s, found in tokens.items()]
+    if arguments.options or arguments.full:
+        jobs += [
+            (s, variant, [(r, t) for r in routings for t in found])
+            for s, found in tokens.items()
+            for variant in variants_of(s)
+            if variant != "plain"
+        ]
+    if arguments.full:
+        jobs += [
+            (s, "plain", [(r, t) for r in ROUTINGS[1:] for t in found if t in ROUTED])
+            for s, found in tokens.items()
+        ]
     return jobs

@@ -91,12 +91,13 @@ def test_a_full_run_has_every_cell_its_options_and_some_other_routings() -> None
     whole = layer_cases.jobs_of(layer.parser().parse_args(["--full"]))
     quick = layer_cases.jobs_of(layer.parser().parse_args(["--quick"]))
 
-    uniform = {name: [t for r, t in cells if r == "uniform"] for name, cells in whole.items()}
-    assert all(len(tokens) == 7 for tokens in uniform.values())
-    assert len(whole) == len(MODELS) + 2
-    assert ("one", 1024) in whole["mixtral", "plain"]
-    assert ("one", 1024) not in whole["gpt-oss-120b", "gpt-oss"]
-    assert sum(map(len, quick.values())) == 10
+    plain = [(shape, cells) for shape, variant, cells in whole[: len(MODELS)]]
+    assert [shape for shape, _ in plain] == list(MODELS)
+    assert all([r for r, _ in cells] == ["uniform"] * 7 for _, cells in plain)
+    options = [(shape, variant) for shape, variant, _ in whole if variant != "plain"]
+    assert options == [("gpt-oss-120b", "gpt-oss"), ("llama4-scout", "fc1_input")]
+    assert all(("one", 1024) in cells for _, _, cells in whole[-len(MODELS) :])
+    assert sum(len(cells) for _, _, cells in quick) == 10
 
 
 def test_what_options_cost_is_taken_from_the_plain_row() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from rank_programs import same
 from samebits import PostExpertNorm, ProbPlacement, RoutingRule
@@ -67,7 +68,9 @@ def compare(name: str, one: Tensor, other: Tensor) -> list[str]:
     return [] if same(one, other) else [name]
 
 
-def spread_layer(placement: ProbPlacement, dtype: torch.dtype) -> list[str]:
+def spread_layer(
+    placement: ProbPlacement, dtype: torch.dtype, *, checkpointed: bool = False
+) -> list[str]:
     """Return what differs between a layer on one rank and one whose experts are spread."""
     size, rank = dist.get_world_size(), dist.get_rank()
     x, dout = tokens(dtype, size)
@@ -79,7 +82,7 @@ def spread_layer(placement: ProbPlacement, dtype: torch.dtype) -> list[str]:
     parallelize_module(module, init_device_mesh("cpu", (size,)), {"experts": ExpertParallel()})
     assert isinstance(module.experts, ParallelExperts)
     mine = x[rank].clone().requires_grad_()
-    out = module(mine)
+    out = checkpoint(module, mine, use_reentrant=False) if checkpointed else module(mine)
     out.backward(dout[rank])
     start = sum(TOKENS[:rank])
     part = slice(start, start + TOKENS[rank])
@@ -266,14 +269,20 @@ def refusals() -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     messages = []
     module = layer(ProbPlacement.FC2_OUTPUT, torch.float32)
-    for target, arguments in (
-        (lambda: parallelize_module(module, mesh, {"router": ExpertParallel()}), ()),
-        (lambda: parallelize_module(module, mesh, {"experts": ExpertParallel()}), ()),
-        (lambda: parallelize_module(module, mesh, {"experts": ExpertParallel()}), ()),
-        (lambda: module.experts(torch.zeros(1, HIDDEN), None, expert_start=1), ()),
-    ):
+    spread, recomputing = (
+        {"experts": ExpertParallel()},
+        layer(ProbPlacement.FC2_OUTPUT, torch.float32, recompute=True),
+    )
+    attempts: list[Callable[[], object]] = [
+        lambda: parallelize_module(recomputing, mesh, spread),
+        lambda: parallelize_module(module, mesh, {"router": ExpertParallel()}),
+        lambda: parallelize_module(module, mesh, spread),
+        lambda: parallelize_module(module, mesh, spread),
+        lambda: module.experts(torch.zeros(1, HIDDEN), None, expert_start=1),
+    ]
+    for attempt in attempts:
         try:
-            target(*arguments)
+            attempt()
         except (ValueError, NotImplementedError) as error:
             messages.append(str(error))
     return messages

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 # Imported once, before the ranks are forked.
 _PRELOADED = ["samebits.parallel", "torch._dynamo", "torch.distributed.checkpoint"]
-PATIENCE = 60.0
+PATIENCE = 120.0
 Program = Callable[..., Any]
 
 

@@ -48,6 +48,8 @@ class Case:
     capacity: int | None = None
     # "random" (a tenth of the slots dropped), or the id of the expert that gets every slot.
     ids: str | int = "random"
+    # Tokens of each rank that are valid; None means all, and gives no count.
+    valid: tuple[int, ...] | None = None
     # What has a gradient, on each rank; None means everything.
     wanted: tuple[tuple[str, ...], ...] | None = None
 
@@ -77,6 +79,10 @@ def draw(case: Case, device: torch.device) -> Tensors:
         ids[torch.rand(t, k, generator=generator) < 0.1] = -1
     else:
         ids.fill_(int(case.ids))
+    if case.valid is not None:
+        # On one rank, which has no count, slots of the others are dropped.
+        counts = zip(case.tokens, case.valid, strict=True)
+        ids[torch.cat([torch.arange(all_) >= valid for all_, valid in counts])] = -1
     rows = case.activation.columns * f
     return {
         "x": normal(t, h),
@@ -137,6 +143,13 @@ def ranks_of(case: Case, group: dist.ProcessGroup, device: torch.device) -> Rank
 def over_ranks(case: Case, given: Tensors, ranks: Ranks) -> Tensors:
     mine = part(case, given, ranks.rank)
     tensors = leaves(mine, None if case.wanted is None else case.wanted[ranks.rank])
+    count = None
+    if case.valid is not None:
+        # What is not valid is not read: neither tokens nor ids.
+        count = torch.tensor([case.valid[ranks.rank]], dtype=torch.int32, device=mine["x"].device)
+        with torch.no_grad():
+            tensors["x"][case.valid[ranks.rank] :] = float("nan")
+            tensors["topk_ids"][case.valid[ranks.rank] :] = 0
     out = parallel_experts(
         tensors["x"],
         Routing(tensors["topk_ids"], tensors["topk_probs"]),
@@ -146,6 +159,7 @@ def over_ranks(case: Case, given: Tensors, ranks: Ranks) -> Tensors:
         placement=case.placement,
         backend=case.backend,
         out_dtype=case.out_dtype,
+        num_valid_tokens=count,
     )
     if out.requires_grad:
         out.backward(mine["dout"])

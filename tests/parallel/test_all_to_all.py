@@ -77,11 +77,27 @@ def test_options(two_ranks: Processes) -> None:
     cases = [
         Case(tokens=(3, 5), bounds=EVEN, topk=1),
         Case(tokens=(3, 5), bounds=EVEN, topk=6, dtype=torch.bfloat16),
-        Case(tokens=(3, 5), bounds=EVEN, probs=torch.bfloat16, dtype=torch.bfloat16),
+        *(
+            Case(
+                tokens=(3, 5), bounds=EVEN, probs=torch.bfloat16, dtype=torch.bfloat16, placement=p
+            )
+            for p in ProbPlacement
+        ),
         Case(tokens=(3, 5), bounds=EVEN, dtype=torch.bfloat16, out_dtype=torch.float32),
         Case(tokens=(3, 5), bounds=EVEN, activation=Activation(kind="relu", gated=False)),
         Case(tokens=(3, 5), bounds=EVEN, dtype=torch.float64, probs=torch.float64),
         Case(tokens=(3, 5), bounds=EVEN, dtype=torch.float16, placement=FC1),
+    ]
+
+    assert nothing(two_ranks.run(same_bits, cases))
+
+
+def test_tokens_that_are_not_valid(two_ranks: Processes) -> None:
+    cases = [
+        Case(tokens=(7, 5), bounds=EVEN, placement=placement, valid=valid, capacity=capacity)
+        for (placement, capacity), valid in product(
+            [(FC1, None), (FC2, 21), (OUT, None)], [(4, 5), (0, 3)]
+        )
     ]
 
     assert nothing(two_ranks.run(same_bits, cases))
@@ -148,6 +164,7 @@ def test_ranks_that_disagree_raise_everywhere(two_ranks: Processes) -> None:
 def test_a_killed_rank_ends_the_others() -> None:
     processes = Processes(2, timeout=10)
     try:
+        processes.run(same_bits, [])
         start = time.monotonic()
         (survived, error), (_, gone) = processes.outcomes(leave, 1)
     finally:

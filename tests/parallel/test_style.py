@@ -1,3 +1,4 @@
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -28,6 +29,12 @@ def nothing(results: list[list[str]]) -> bool:
 def test_a_layer_and_its_gradients_have_the_bits_of_one_rank(two_ranks: Processes) -> None:
     for placement, dtype in product(ProbPlacement, [torch.float32, torch.bfloat16]):
         assert nothing(two_ranks.run(spread_layer, placement, dtype))
+
+
+def test_activation_checkpointing_exchanges_again(two_ranks: Processes) -> None:
+    run = partial(spread_layer, checkpointed=True)
+
+    assert nothing(two_ranks.run(run, ProbPlacement.FC1_INPUT, torch.float32))
 
 
 def test_more_ranks_than_two_and_one_without_tokens(four_ranks: Processes) -> None:
@@ -66,6 +73,7 @@ def test_weights_of_the_whole_layer_can_be_copied_in(two_ranks: Processes) -> No
 def test_refusals(two_ranks: Processes) -> None:
     for messages in two_ranks.run(refusals):
         assert messages == [
+            "experts over ranks have no recompute",
             "ExpertParallel spreads samebits.nn.Experts, not Router",
             "ExpertParallel spreads samebits.nn.Experts, not ParallelExperts",
             "expert_start must be 0 where ranks hold the experts, got 1",

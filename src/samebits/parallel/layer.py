@@ -222,9 +222,13 @@ class _Layer:
         )
         if want_probs and on_host:
             # Without kernels, dp is torch's own sum (CONTRACT section 5).
-            slots = take(rows, route.inverse, 0.0).to(call.topk_probs.dtype)
+            wide = torch.promote_types(rows.dtype, torch.float32)
+            slots = take(rows, route.inverse, 0.0).to(wide)
             tokens = call.x.repeat_interleave(route.topk, 0)
-            dprobs = (slots * tokens).sum(-1).view(call.topk_probs.shape)
+            sums = (slots * tokens).sum(-1)
+            # Tokens of dropped slots may hold anything.
+            dropped = route.inverse == route.inverse.shape[0]
+            dprobs = sums.masked_fill(dropped, 0.0).view(call.topk_probs.shape)
         return dx, dprobs.to(call.topk_probs.dtype) if want_probs else None
 
 

@@ -136,8 +136,9 @@ class ExpertParallel(ParallelStyle):
         if device_mesh.ndim != 1:
             rule = "have one dimension, the one over which experts are spread"
             raise ValueError(must("device_mesh", rule, device_mesh.ndim))
-        if getattr(module, "weight_gradients", None) is not None:
-            raise UnsupportedError("weight_gradients has no destination for experts over ranks yet")
+        for option in ("weight_gradients", "recompute"):
+            if getattr(module, option):
+                raise UnsupportedError(f"experts over ranks have no {option}")
         for name, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, DTensor):
                 raise UnsupportedError(f"{name} is a DTensor already: apply ExpertParallel first")

@@ -66,6 +66,17 @@ def test_state_dict_goes_into_a_module_of_the_same_kind() -> None:
     assert "format=mxfp4" in repr(module)
 
 
+def test_state_dict_of_another_layout_or_format_is_refused() -> None:
+    module, dense = _base()
+    halves = quantize(dense.weights.to_layout(Layout()), MXFP4)
+    nvfp4 = quantize(dense.weights, NVFP4)
+
+    for weights, actual in ((halves, "mxfp4 torch.bfloat16 halves"), (nvfp4, "nvfp4")):
+        other = QuantizedExperts(weights, dense.activation)
+        with pytest.raises(RuntimeError, match=f"be stored as mxfp4 .*interleave=1, got {actual}"):
+            module.load_state_dict(other.state_dict())
+
+
 def test_adapters_over_quantised_experts_have_the_bits_of_those_over_dense_ones() -> None:
     module, dense = _base()
     x, routing = _tokens()

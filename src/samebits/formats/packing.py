@@ -68,7 +68,7 @@ def quantize_matrix(
     Determinism: exact; a block's bits depend on the block only (NVFP4: on its expert only).
     """
     require_type("weight", weight, Tensor)
-    require_type("format", weight_format, WeightFormat)
+    require_type("weight_format", weight_format, WeightFormat)
     if not weight.dtype.is_floating_point or weight.element_size() < 2:
         raise TypeError(must("weight", "be a tensor of at least 16 bits", weight.dtype))
     if weight.dim() != 3:

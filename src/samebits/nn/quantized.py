@@ -1,11 +1,15 @@
 """Frozen experts in a low-precision format as a module: what a quantised checkpoint becomes."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from samebits.activation import Activation
 from samebits.arguments import require_type
 from samebits.backends import check_name
+from samebits.errors import must
 from samebits.experts import experts
 from samebits.formats.descriptor import SCALES, VALUES
 from samebits.formats.matrix import QuantizedMatrix
@@ -25,7 +29,8 @@ class QuantizedExperts(nn.Module):
 
     Buffers, by their name in ``state_dict``: ``gate_up_values``, ``gate_up_scales``,
     ``gate_up_global_scale`` (NVFP4 only) and the same of ``down``, as integers of their size:
-    casting the module casts biases only. Biases and the norm's scale are parameters.
+    casting the module casts biases only. Biases and the norm's scale are parameters. A
+    ``state_dict`` says format, dtype and layout, and is refused by a module that has others.
 
     Args:
         weights: The parameters; their memory is used, not copied.
@@ -66,6 +71,8 @@ class QuantizedExperts(nn.Module):
         for name in ("gate_up_bias", "down_bias", "norm_scale"):
             value = given.get(name)
             self.register_parameter(name, None if value is None else nn.Parameter(value))
+        self.register_state_dict_post_hook(_save_storage)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_check_storage)  # type: ignore[no-untyped-call]
 
     @property
     def weights(self) -> QuantizedWeights:
@@ -124,6 +131,33 @@ class QuantizedExperts(nn.Module):
             f"intermediate_size={self.intermediate_size}, format={self.format}, "
             f"dtype={self.dtype}, activation={self.activation.key}, layout={self.layout}"
         )
+
+
+def _storage(module: QuantizedExperts) -> str:
+    return f"{module.format} {module.dtype} {module.layout}"
+
+
+def _save_storage(
+    module: nn.Module, _state_dict: dict[str, Any], _prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    assert isinstance(module, QuantizedExperts)
+    local_metadata["samebits_storage"] = _storage(module)
+
+
+def _check_storage(
+    module: nn.Module,
+    _state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    _strict: bool,
+    _missing_keys: Sequence[str],
+    _unexpected_keys: Sequence[str],
+    error_msgs: list[str],
+) -> None:
+    assert isinstance(module, QuantizedExperts)
+    saved, own = local_metadata.get("samebits_storage", _storage(module)), _storage(module)
+    if saved != own:
+        error_msgs.append(must(f"{prefix}gate_up_values", f"be stored as {own}", saved))
 
 
 AnyExperts = Experts | QuantizedExperts

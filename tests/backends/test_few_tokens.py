@@ -33,21 +33,27 @@ def _assert_one_is_as_many(problem: Problem, inputs: Inputs) -> None:
         assert_bitwise_equal(out, expected[token : token + 1], f"{problem} token {token}")
 
 
-@pytest.mark.parametrize("placement", ProbPlacement)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("hidden", [7, 12, 24, 40, 72, 2880])
+@pytest.mark.parametrize(
+    ("hidden", "placement"), [*zip([7, 12, 24, 40, 72, 2880], [*ProbPlacement] * 2, strict=True)]
+)
 def test_one_token_of_any_size_has_the_bits_of_a_batch(
-    hidden: int, dtype: str, placement: ProbPlacement
+    hidden: int, placement: ProbPlacement, dtype: str
 ) -> None:
     problem = replace(
-        SMALL, H=hidden, F=hidden + 8 * (hidden % 8 == 0) + 1 * (hidden % 8 != 0),
+        SMALL, H=hidden, F=hidden + 8,
         placement=placement, dtype=dtype, gate_up_bias=dtype, down_bias=dtype,
     )  # fmt: skip
     _assert_one_is_as_many(problem, make_inputs(problem, 40, distribution="dropped", device="cuda"))
 
 
-@pytest.mark.parametrize("topk", [1, 2, 4, 7, 8, 16])
-@pytest.mark.parametrize("name", ["interleave-16", "interleave-1-up-first", "relu2", "situ"])
+@pytest.mark.parametrize(
+    ("name", "topk"),
+    [
+        ("interleave-16", 1), ("interleave-16", 16), ("interleave-1-up-first", 2), ("relu2", 4),
+        ("situ", 7), ("situ", 8),
+    ],
+)  # fmt: skip
 def test_one_token_of_any_choices_has_the_bits_of_a_batch(name: str, topk: int) -> None:
     problem = replace(CASES[name], H=128, F=96, E=16, K=topk, dtype="bf16", grad=False)
     for distribution in ("uniform", "dropped", "one"):

@@ -5,6 +5,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
@@ -70,22 +71,34 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device("cuda" if request.node.get_closest_marker("gpu") else "cpu")
 
 
+_TAKERS = (
+    (torch, ("empty", "empty_like", "empty_strided")),
+    (torch.Tensor, ("new_empty", "new_empty_strided")),
+)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """Fill memory that the package takes uninitialised with NaN: a forgotten write shows."""
     # ``with torch.device(…)`` knows the functions that take memory by identity, once looked up.
     _device_constructors()
     with pytest.MonkeyPatch.context() as patch:
-        for owner, names in (
-            (torch, ("empty", "empty_like", "empty_strided")),
-            (torch.Tensor, ("new_empty", "new_empty_strided")),
-        ):
+        for owner, names in _TAKERS:
             for name in names:
                 patch.setattr(owner, name, _poisoning(getattr(owner, name)))
         yield
 
 
+@pytest.fixture
+def unpoisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave memory as it is taken: filling it is an operation that nothing can repeat."""
+    for owner, names in _TAKERS:
+        for name in names:
+            monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
+
+
 def _poisoning(take: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(take)
     def taken(*arguments: Any, **options: Any) -> torch.Tensor:
         memory = take(*arguments, **options)
         if torch.compiler.is_compiling() or memory.device.type == "meta":

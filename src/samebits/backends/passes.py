@@ -102,7 +102,8 @@ class Recorder:
         # Of each buffer and input: first and last step that has it among its arguments.
         self._spans: dict[int, tuple[int, int]] = {}
         self._steps: list[Step] = []
-        self._lost = False
+        # The launch with a pointer to nothing that is known.
+        self._lost: str | None = None
 
     def allocated(self, tensor: Tensor) -> None:
         """Hear of an allocation."""
@@ -124,19 +125,21 @@ class Recorder:
 
     def launched(self, launch: Any) -> None:
         """Keep a launch (``samebits.ops._triton.launch.Launch``)."""
-        step = None if self._lost else step_of(self, *launch)
+        if self._lost is not None:
+            return
+        step = step_of(self, *launch)
         if step is None:
-            self._lost = True
+            self._lost = f"launch {len(self._steps)} has memory of unknown origin"
         else:
             self._steps.append(step)
 
-    def result(self, results: Tensors) -> Pass | None:
-        """Return the recorded pass; None where it cannot be repeated."""
+    def result(self, results: Tensors) -> Pass | str:
+        """Return the recorded pass, or why it cannot be repeated."""
         # Imported here: the operator must not need Triton.
         from samebits.ops._triton.launch import device_queries
 
-        if self._lost:
-            return None
+        if self._lost is not None:
+            return self._lost
         found: list[int | _Made | None] = []
         for tensor in results:
             if tensor is None:
@@ -147,13 +150,13 @@ class Recorder:
             if tensor.numel() == 0:
                 found.append(made)
             elif buffer is None or self._buffers[buffer] != made or buffer in found:
-                return None
+                return f"result {len(found)} is no buffer of its own"
             else:
                 found.append(buffer)
         returned = {buffer for buffer in found if isinstance(buffer, int)}
         spans = {s - self._count: span for s, span in self._spans.items() if s >= self._count}
         if not returned <= spans.keys():
-            return None
+            return "a result is written by no launch"
         steps = []
         for index, step in enumerate(self._steps):
             taken = tuple(b for b, (first, _) in spans.items() if first == index)
@@ -180,7 +183,8 @@ class _Seen:
 
 
 _ONCE = _Seen()
-_PASSES: dict[Key, Pass | _Seen | None] = {}
+# A string says why a kind cannot be repeated.
+_PASSES: dict[Key, Pass | _Seen | str] = {}
 
 
 def key_of(about: tuple[Any, ...], tensors: Tensors) -> Key | None:
@@ -245,13 +249,17 @@ def _record(key: Key, tensors: Tensors, function: Callable[[], Tensors]) -> Tens
     recorder = Recorder(tensors)
     with Watch(recorder.allocated) as watch, recorded_launches(recorder.launched) as made:
         results = function()
-    repeatable = made.complete and not watch.others
-    _PASSES[key] = recorder.result(results) if repeatable else None
+    if watch.others:
+        _PASSES[key] = f"it did more than to launch: {', '.join(watch.others)}"
+    elif not made.complete:
+        _PASSES[key] = f"{made.made} launches were made, {len(made.launches)} seen"
+    else:
+        _PASSES[key] = recorder.result(results)
     return results
 
 
-def passes() -> list[Pass | None]:
-    """Return what was kept of each recorded pass."""
+def passes() -> list[Pass | str]:
+    """Return what was kept of each recorded pass, or why it cannot be repeated."""
     return [known for known in _PASSES.values() if not isinstance(known, _Seen)]
 
 

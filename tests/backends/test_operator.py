@@ -25,7 +25,8 @@ def test_second_derivatives_are_refused(backend: str) -> None:
         torch.autograd.grad(out.sum(), x, create_graph=True)
 
 
-def test_operators_pass_opcheck() -> None:
+@pytest.mark.parametrize("backend", ["grouped", "reference"])
+def test_operators_pass_opcheck(backend: str) -> None:
     problem = CASES["gpt-oss-whole"]
     inputs = make_inputs(problem, 4)
     weights = inputs.weights
@@ -39,10 +40,18 @@ def test_operators_pass_opcheck() -> None:
         weights.down_bias,
         *[None] * (INPUTS - 7),
     )
-    options = f"{problem.activation.key}|fc2_output|{problem.layout.key}|||grouped|"
+    options = f"{problem.activation.key}|fc2_output|{problem.layout.key}|||{backend}|"
+    call = (*tensors, options, problem.E, 0)
+    _, z = torch.ops.samebits.experts_forward(*call, True)
+    gradient = (*tensors, z, torch.rand_like(inputs.x), options, problem.E, 0)
+    wanted = [name != "norm_scale" for name in DIFFERENTIABLE]
+    buffers = [torch.zeros_like(t) for t in weights.named_tensors().values()]
 
+    torch.library.opcheck(torch.ops.samebits.experts_forward.default, (*call, True))
+    torch.library.opcheck(torch.ops.samebits.experts_backward.default, (*gradient, wanted))
     torch.library.opcheck(
-        torch.ops.samebits.experts_forward.default, (*tensors, options, problem.E, 0, True)
+        torch.ops.samebits.experts_backward_into.default,
+        (buffers, *gradient, wanted, [True] * len(buffers)),
     )
 
 

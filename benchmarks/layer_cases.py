@@ -211,4 +211,4 @@ def jobs_of(arguments):
             (s, "plain", [(r, t) for r in ROUTINGS[1:] for t in found if t in ROUTED])
             for s, found in tokens.items()
         ]
-    return jobs
+    return [job for job in jobs if job[2]]

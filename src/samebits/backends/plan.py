@@ -40,15 +40,16 @@ class Step(NamedTuple):
 
         Determinism: the recorded kernel.
         """
-        arguments = list(self.arguments)
-        for argument, source, offset in self.pointers:
+        function, before, after, whole, template, pointers, descriptors = self
+        arguments = list(template)
+        for argument, source, offset in pointers:
             arguments[argument] = addresses[source] + offset
-        for (argument, source, offset), made in self.descriptors:
+        for (argument, source, offset), made in descriptors:
             arguments[argument] = made[addresses[source] + offset]
-        if self.whole:
-            self.function(*self.before, stream, *self.after, arguments)
+        if whole:
+            function(*before, stream, *after, arguments)
         else:
-            self.function(*self.before, stream, *self.after, *arguments)
+            function(*before, stream, *after, *arguments)
 
 
 class Finder(Protocol):

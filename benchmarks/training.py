@@ -7,13 +7,16 @@ CUDA graph, above it is launched plainly. floor = max(18·R·H·F / 790 TFLOP/s,
 touched weights read twice and their gradients written, tokens in and out of both passes.
 ``memory``: peak beyond parameters, gradients and inputs. ``host``: time of a step for which nothing
 waits. Routing ``half``: half of all slots on one expert. Routings other than uniform, gpt-oss'
-options (``--options``) and ``recompute=True`` (``--recompute``) are timed for ``--extra-tokens``.
+options (``--options``) and ``recompute=True`` (``--recompute``) are timed last, for
+``--extra-shapes`` and ``--extra-tokens``. Without peers of this run, recorded ones count at their
+own machine's speed.
 """
 
 import argparse
 import json
 import math
 import statistics
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -25,14 +28,13 @@ from layer import captured, kernel_hash, launched, timed
 from layer_cases import sets_of, weights_of
 from layer_peers import peers_of
 from timing import clocks, compile_in_processes
-from training_steps import check, floor_ms, half_on_one, host_ms, memory_of, step_of
+from training_steps import check, compile_pass, floor_ms, half_on_one, host_ms, memory_of, step_of
 
 from samebits import env
 from samebits.activation import Activation
 from samebits.experts import experts
 from samebits.routing import Routing
 from samebits.testing.cases import MODELS
-from samebits.warmup import warmup
 from samebits.weights import Layout
 
 HERE = Path(__file__).parent
@@ -53,7 +55,7 @@ def problem_of(shape, options):
     )
 
 
-def measure(shape, tokens, routing, variant, weights, peers):
+def measure(shape, tokens, routing, variant, weights, peers, *, checked):
     options = OPTIONS if variant == "gpt-oss" else None
     problem = problem_of(shape, options)
     sets = sets_of(problem, tokens, "uniform" if routing == "half" else routing)
@@ -75,7 +77,7 @@ def measure(shape, tokens, routing, variant, weights, peers):
     errors = {}
     for name, step in steps.items():
         results = step(*sets[0])
-        if options is None:
+        if options is None and checked:
             errors[name] = check(weights, sets[0], results, dout)
         del results
     repeats = max(1, min(10, int(STEPS_MS / floor) // len(sets)))
@@ -151,13 +153,14 @@ def write(path, rows):
 
 
 def cells_of(args):
-    """Return (routing, variant, tokens) of the cells of a shape, those with peers first."""
-    found = [("uniform", "plain", tokens) for tokens in map(int, args.tokens.split(","))]
+    """Return (shape, routing, variant, tokens) of every cell, those with peers first."""
+    tokens = [int(count) for count in args.tokens.split(",")]
+    found = [(s, "uniform", "plain", t) for s, t in product(args.shapes.split(","), tokens)]
     extras = [(routing, "plain") for routing in args.routings.split(",") if routing != "uniform"]
-    extras += [("uniform", "gpt-oss")] if args.options else []
     extras += [("uniform", "recompute")] if args.recompute else []
-    tokens = map(int, args.extra_tokens.split(","))
-    return found + [(*extra, count) for count, extra in product(tokens, extras)]
+    extras += [("uniform", "gpt-oss")] if args.options else []
+    shapes, tokens = args.extra_shapes.split(","), map(int, args.extra_tokens.split(","))
+    return found + [(s, *extra, t) for s, t, extra in product(shapes, tokens, extras)]
 
 
 def relate(row, rows):
@@ -169,23 +172,24 @@ def relate(row, rows):
 
 
 def compile_share(index, count, args):
-    """Compile every ``count``-th kind of step."""
-    kinds = list(product(args.shapes.split(","), [None, *[OPTIONS] * args.options]))
-    kinds = list(product(map(int, args.tokens.split(",")), kinds))
-    for tokens, (shape, options) in kinds[index::count]:
-        problem = replace(problem_of(shape, options), grad=True)
-        warmup(problem, tokens=[tokens], backend="fused")
+    """Compile every ``count``-th pass of the cells."""
+    kinds = {(s, t, OPTIONS if v == "gpt-oss" else None) for s, _, v, t in cells_of(args)}
+    passes = sorted(product(kinds, (False, True)), key=lambda one: (not one[1], str(one)))
+    for (shape, tokens, options), backward in passes[index::count]:
+        compile_pass(replace(problem_of(shape, options), grad=True), tokens, backward=backward)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default=",".join(MODELS))
     parser.add_argument("--tokens", default="256,1024,4096,16384")
+    parser.add_argument("--extra-shapes", default=",".join(MODELS))
     parser.add_argument("--extra-tokens", default="4096")
     parser.add_argument("--routings", default="uniform", help="uniform,zipf,half")
     parser.add_argument("--options", action="store_true", help="also gpt-oss' options")
     parser.add_argument("--recompute", action="store_true", help="also recompute=True")
     parser.add_argument("--peers", default="torch", help="torch,transformers,liger; none")
+    parser.add_argument("--unchecked", action="store_true", help="tests have checked gradients")
     parser.add_argument("--seconds", type=float, default=600, help="start no cell after these")
     parser.add_argument("--compile-share", nargs=2, type=int)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "training.json")
@@ -194,30 +198,27 @@ def main():
         compile_share(*args.compile_share, args)
         return
     began, rows = time.time(), []
-    how = ("--shapes", args.shapes, "--tokens", args.tokens, *["--options"] * args.options)
-    codes = compile_in_processes(__file__, *how)
+    codes = compile_in_processes(__file__, *sys.argv[1:])
     print("compiled in", round(time.time() - began), "s", codes)
     print(torch.cuda.get_device_name(), "clocks", clocks(), "kernels", kernel_hash())
-    for shape in args.shapes.split(","):
-        held = None
-        for routing, variant, tokens in cells_of(args):
-            if time.time() - began > args.seconds:
-                print("out of time before", shape, routing, variant, tokens)
-                continue
-            options = OPTIONS if variant == "gpt-oss" else None
-            if held is None or held[0] != options:
-                held = None
-                torch.cuda.empty_cache()
-                weights = weights_of(problem_of(shape, options)).map(lambda t: t.requires_grad_())
-                held = options, weights
-                del weights
-            plain = variant == "plain" and routing == "uniform"
-            peers = args.peers.split(",") if plain else []
-            row = measure(shape, tokens, routing, variant, held[1], peers)
-            relate(row, rows)
-            rows.append(row)
-            write(args.out, rows)
-            print(line(row, speed_of_this_machine(rows)), flush=True)
+    held, weights = None, None
+    for shape, routing, variant, tokens in cells_of(args):
+        if time.time() - began > args.seconds:
+            print("out of time before", shape, routing, variant, tokens)
+            continue
+        options = OPTIONS if variant == "gpt-oss" else None
+        if held != (shape, options):
+            held, weights = (shape, options), None
+            torch.cuda.empty_cache()
+            weights = weights_of(problem_of(*held)).map(lambda t: t.requires_grad_())
+        plain = variant == "plain" and routing == "uniform"
+        peers = args.peers.split(",") if plain else []
+        checked = not args.unchecked
+        row = measure(shape, tokens, routing, variant, weights, peers, checked=checked)
+        relate(row, rows)
+        rows.append(row)
+        write(args.out, rows)
+        print(line(row, speed_of_this_machine(rows)), flush=True)
     speed = speed_of_this_machine(rows)
     plain = [r for r in rows if r["routing"] == "uniform" and r["variant"] == "plain"]
 

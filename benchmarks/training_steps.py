@@ -2,12 +2,34 @@
 
 import statistics
 import time
+from dataclasses import replace
 
 import torch
 from layer_cases import BYTES, FLOPS
 
+from samebits.backends import BACKENDS
+from samebits.backends.call import DIFFERENTIABLE
+from samebits.env import architecture
+from samebits.ops._triton.launch import nothing_launched
+from samebits.warmup import _call as call_of_meta
+
 # Calls until a kind of step is repeated by its launches alone.
 _WARM = 3
+
+
+def compile_pass(problem, tokens, *, backward):
+    """Compile and load the kernels of one pass; nothing runs."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    problem = replace(problem, device=architecture(device))
+    call, module = call_of_meta(problem, tokens, torch.int64), BACKENDS["fused"]
+    wanted = tuple(getattr(call, name) is not None for name in DIFFERENTIABLE)
+    rows = tokens * problem.K, problem.activation.columns * problem.F
+    with torch.no_grad(), nothing_launched():
+        if backward:
+            z, dout = torch.empty(rows, dtype=call.x.dtype, device="meta"), call.x
+            module.backward(problem, call, z, dout, wanted, {})
+        else:
+            module.forward(problem, call, save=True)
 
 
 def floor_ms(problem, tokens, sets):

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import logging
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -70,7 +71,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     platform = Cuda()
     monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
-    for name, module in list(__import__("sys").modules.items()):
+    for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and "current_platform" in vars(module):
             monkeypatch.setattr(module, "current_platform", platform)
 
@@ -409,6 +410,7 @@ def test_the_plugin_waits_to_be_named(
 ) -> None:
     import vllm.envs
     from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.fused_moe import fused_moe
 
     monkeypatch.setattr(vllm.envs, "VLLM_PLUGINS", named, raising=False)
     logging.getLogger("samebits").setLevel(logging.INFO)
@@ -416,8 +418,10 @@ def test_the_plugin_waits_to_be_named(
     load()  # each process may call it more than once
 
     assert ("RoutedExperts" in op_registry_oot) == swaps
+    assert (fused_moe.fused_experts is fused_experts) == swaps
     swap_in().remove()
     assert "RoutedExperts" not in op_registry_oot
+    assert fused_moe.fused_experts is not fused_experts
 
 
 def test_another_plugins_layer_is_not_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from samebits.errors import UnsupportedError
+from samebits.integrations.vllm.fused import fused_experts
 
 NAME = "samebits"
 MINIMUM = "0.33"
@@ -21,17 +22,33 @@ _logger = logging.getLogger(__name__)
 class Swap:
     """What ``swap_in`` changed in vLLM; ``remove()`` undoes it, for models that are built later."""
 
-    def __init__(self, registry: dict[str, Any], places: dict[str, Any]) -> None:
-        self._registry = registry
+    def __init__(self) -> None:
+        self._registry: dict[str, Any] = {}
         # Name of a module -> the function that it held.
-        self._places = places
+        self._places: dict[str, Any] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Whether vLLM is changed."""
+        return bool(self._registry)
 
     def remove(self) -> None:
         """Give vLLM its own layer and function back."""
         self._registry.pop(_LAYER, None)
         for name, function in self._places.items():
             setattr(sys.modules[name], _FUNCTION, function)
-        self._places = {}
+        self._registry, self._places = {}, {}
+
+    def _change(self, registry: dict[str, Any], layer: type, own: Any, ours: Any) -> None:
+        self._registry, registry[_LAYER] = registry, layer
+        for name, module in list(sys.modules.items()):
+            if name.startswith("vllm.") and vars(module).get(_FUNCTION) is own:
+                self._places[name] = own
+                setattr(module, _FUNCTION, ours)
+
+
+# vLLM's registry of layers is one for each process, and so is what changes it.
+_SWAP = Swap()
 
 
 def load() -> None:
@@ -59,14 +76,12 @@ def swap_in() -> Swap:
     ``fused_experts`` becomes ``samebits.integrations.vllm.fused_experts``.
 
     Returns:
-        A handle, to undo it.
+        A handle, to undo it; the same one each time.
 
     Raises:
         ImportError: vLLM is absent, or has no layer that can be replaced.
         UnsupportedError: Another plug-in has replaced the layer.
     """
-    from samebits.integrations.vllm.fused import fused_experts
-
     try:
         engine: Any = importlib.import_module("samebits.integrations.vllm.engine")
         registry: dict[str, Any] = importlib.import_module(
@@ -75,19 +90,10 @@ def swap_in() -> Swap:
         home: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.fused_moe")
     except (ImportError, AttributeError) as error:
         raise ImportError(f"samebits.integrations.vllm needs vLLM >= {MINIMUM}: {error}") from error
-    held = registry.get(_LAYER)
-    if held is not None and held is not engine.SamebitsRoutedExperts:
-        raise UnsupportedError(f"another plug-in has replaced {_LAYER} by {held.__qualname__}")
-    registry[_LAYER] = engine.SamebitsRoutedExperts
-    own = home.fused_experts
-    places = {
-        name: own
-        for name, module in list(sys.modules.items())
-        if name.startswith("vllm.") and vars(module).get(_FUNCTION) is own
-    }
-    if own is not fused_experts:
-        for name in places:
-            setattr(sys.modules[name], _FUNCTION, fused_experts)
-    else:
-        places = {}
-    return Swap(registry, places)
+    if _SWAP.is_active:
+        return _SWAP
+    if _LAYER in registry:
+        other = registry[_LAYER].__qualname__
+        raise UnsupportedError(f"another plug-in has replaced {_LAYER} by {other}")
+    _SWAP._change(registry, engine.SamebitsRoutedExperts, home.fused_experts, fused_experts)
+    return _SWAP

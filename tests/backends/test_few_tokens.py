@@ -61,6 +61,14 @@ def test_one_token_of_any_choices_has_the_bits_of_a_batch(name: str, topk: int) 
         _assert_one_is_as_many(problem, inputs)
 
 
+@pytest.mark.parametrize(
+    "name", ["local-experts", "counted", "one-expert", "odd-sizes", "tiny-sizes"]
+)
+def test_one_token_of_any_kind_has_the_bits_of_a_batch(name: str) -> None:
+    problem = replace(CASES[name], dtype="bf16", grad=False)
+    _assert_one_is_as_many(problem, make_inputs(problem, 40, valid_tokens=30, device="cuda"))
+
+
 @pytest.mark.parametrize("orientation", ["out_in", "in_out"])
 def test_one_token_under_load_repeats_its_bits(orientation: str) -> None:
     problem = replace(SMALL, H=1024, F=512)

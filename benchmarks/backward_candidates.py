@@ -1,10 +1,7 @@
 """Candidate tiles of the backward's products, for tune_backward.py."""
 
-from dataclasses import asdict
-
 from tune_indirect_gemm import rows, streamed
 
-from samebits.ops.hidden_gradient.tuning import Config as Hidden
 from samebits.ops.weight_gradient.tuning import Config as Outer
 
 
@@ -16,21 +13,12 @@ def outer(block_m, block_n, block_k, warps, stages, group=8, *, persistent=True,
     )  # fmt: skip
 
 
-def finished(config, **how):
-    """Return the tile of a product as one of the hidden gradient."""
-    return Hidden(**asdict(config) | how)
-
-
-# Two programs a processor, with eight warps each.
-TWO = {"slice": 16, "registers": 128, "programs": 264}
 HIDDEN = [
-    finished(rows(64, 128, 64, 4, 3)),
-    finished(rows(64, 256, 64, 4, 2)),
-    finished(rows(128, 256, 64, 8, 3)),
-    finished(rows(128, 256, 64, 8, 3, 16)),
-    finished(rows(128, 128, 64, 8, 3), **TWO),
-    finished(rows(128, 128, 64, 8, 3, 16), **TWO),
-    finished(rows(128, 128, 64, 8, 2), **TWO),
+    rows(64, 128, 64, 4, 3),
+    rows(64, 256, 64, 4, 2),
+    rows(128, 128, 64, 4, 3),
+    rows(128, 256, 64, 8, 3),
+    rows(128, 256, 64, 8, 3, 16),
 ]
 # The forward's first projection, which stores z here.
 FIRST = [
@@ -102,9 +90,8 @@ def candidates(stage, rows_per_expert):
             return [*OUTER_FEW, *OUTER_MIDDLE]
         return [*OUTER_MIDDLE, *OUTER] if rows_per_expert <= 600 else OUTER
     wide = {"hidden": HIDDEN, "input": INPUT, "first": FIRST}[stage]
-    few = [finished(config) for config in FEW] if stage == "hidden" else FEW
     if stage == "first":
         return wide
     if rows_per_expert <= 40:
-        return [*few, *wide[:4]]
-    return [*few[4:], *wide] if rows_per_expert <= 150 else wide
+        return [*FEW, *wide[:4]]
+    return [*FEW[4:], *wide] if rows_per_expert <= 150 else wide

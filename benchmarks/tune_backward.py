@@ -20,7 +20,6 @@ from tune_indirect_gemm import weights_of
 
 from samebits.activation import Activation
 from samebits.ops.hidden_gradient.kernel import launch_hidden_gradient
-from samebits.ops.hidden_gradient.tuning import Config as Hidden
 from samebits.ops.indirect_gemm.kernel import launch_first_projection, launch_second_projection
 from samebits.ops.permute.kernel import launch_metadata, launch_permute, launch_tiles
 from samebits.ops.weight_gradient.kernel import launch_order, launch_weight_gradient
@@ -92,8 +91,7 @@ def short(c):
         return f"{tile} g{c.group} p{c.programs}{how}"
     form = "swap" if c.swap else "rows"
     tile = f"{c.block_r}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages} g{c.group}"
-    how = f" slice {c.slice} r{c.registers}" if isinstance(c, Hidden) else ""
-    return f"{form} {tile}{how}"
+    return f"{form} {tile}"
 
 
 def measure(name, tokens, weights):

@@ -7,7 +7,7 @@ import torch
 
 from samebits.ops.hidden_gradient.kernel import launch_hidden_gradient, launch_probs_gradient
 from samebits.ops.hidden_gradient.reference import hidden_gradient
-from samebits.ops.hidden_gradient.tuning import Config
+from samebits.ops.indirect_gemm.tuning import Config
 from samebits.ops.permute.kernel import launch_metadata, launch_permute
 from samebits.routing import Permutation
 from samebits.testing.cases import CASES
@@ -24,7 +24,6 @@ TILE = Config(block_r=16, block_n=64, block_k=32, num_warps=4, num_stages=2, pro
 CONFIGS = {
     "rows": TILE,
     "swapped": replace(TILE, swap=True),
-    "slices": replace(TILE, slice=16),
     "pointers": replace(TILE, tma=False, block_n=128),
 }
 TOKENS = 7

@@ -19,9 +19,12 @@ from samebits.ops._triton.operand import row_operand, weight_operand
 from samebits.ops._triton.product import contract, contract_described, tile_of_position
 from samebits.ops._triton.rows import add_neighbours, sum_ascending, sum_of_64_columns
 from samebits.ops.activation.tiles import TileOptions, glu_derivative_tile, slope_tile
-from samebits.ops.hidden_gradient.tuning import Config
+from samebits.ops.indirect_gemm.tuning import Config
 from samebits.ops.permute.tuning import Tiles
 from samebits.weights import Layout
+
+# Columns of a tile that are finished at a time.
+SLICE = 32
 
 
 @triton.jit
@@ -237,10 +240,9 @@ def launch_hidden_gradient(
         GATHER=gather, DESCRIBED=described, **tile.flags,
         INTERLEAVE=layout.interleave or 0, UP_FIRST=layout.up_first,
         TMA=tma, TRANSPOSED=w.stride(2) != 1, SWAP=config.swap, K_TAIL=hidden % config.block_k != 0,
-        SLICE=config.slice, GROUP=config.group,
+        SLICE=SLICE, GROUP=config.group,
         BLOCK_R=config.block_r, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.registers,
-        enable_fp_fusion=False,
+        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     return result
 

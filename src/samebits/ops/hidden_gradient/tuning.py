@@ -1,22 +1,12 @@
 """Tile shapes of the hidden gradient; all that an architecture uses compute the same bits."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
-from samebits.ops.indirect_gemm.tuning import Config as Product
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config(Product):
-    """Tile of one program, how it is fed and how it is finished."""
-
-    # Columns of the tile that are finished at a time.
-    slice: int = 32
-    # Of a thread, at most: so that as many programs as they are meant for fit a processor.
-    registers: int | None = None
-
+from samebits.ops.indirect_gemm.tuning import UNMEASURED as PRODUCT
+from samebits.ops.indirect_gemm.tuning import Config
 
 # Narrower than that of a product alone: the derivative needs registers.
-UNMEASURED = Config(block_r=64, block_n=64, block_k=64, num_warps=4, num_stages=3, tma=False)
+UNMEASURED = replace(PRODUCT, block_n=64)
 
 # bf16 on an H200, Triton 3.6.0, from benchmarks/tune_backward.py. Up to a number of slots per
 # expert, on average.

@@ -43,12 +43,16 @@ TABLE: tuple[tuple[float, Config], ...] = (
         ),
     ),
     (
-        640.0,
+        400.0,
         # Three programs a processor.
         Config(
             block_m=128, block_n=128, block_k=32, num_warps=4, num_stages=2, stored=True,
             programs=396,
         ),
+    ),
+    (
+        640.0,
+        Config(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, stored=True),
     ),
     (
         1100.0,

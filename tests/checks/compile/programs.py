@@ -1,6 +1,7 @@
 """Targets of the audit's tests: where a number can live; programs known to be right or wrong."""
 
 import dataclasses
+import enum
 import functools
 
 import torch
@@ -43,6 +44,26 @@ class Options:
 
 def with_options(x, options, table):
     return clamped_swiglu(x, options.limit) * table["scale"][0]
+
+
+OPTIONS = Options()
+TABLE = {"scale": [0.5]}
+
+
+def with_global_objects(x):
+    return clamped_swiglu(x, OPTIONS.limit) * TABLE["scale"][0]
+
+
+class WithClassNumber:
+    limit = 0.5
+    mode = enum.IntEnum("Mode", "ON OFF").ON
+
+    def run(self, x):
+        return x.clamp(max=self.limit) * self.mode
+
+
+def imaginary(x, limit):
+    return x * complex(1.0, limit)
 
 
 forward_compiled = torch.compile(clamped_swiglu)

@@ -27,6 +27,12 @@ def numbers(function, factory):
     [
         (programs.clamped_swiglu, programs.two_floats, {"limit"}),
         (programs.with_global, programs.one_tensor, {"programs.SCALE"}),
+        (
+            programs.with_global_objects,
+            programs.one_tensor,
+            {"programs.OPTIONS.limit", "programs.TABLE['scale'][0]"},
+        ),
+        (programs.WithClassNumber().run, programs.one_tensor, {"target.__self__.limit"}),
         (programs.with_default, programs.one_tensor, {"eps", "flag"}),
         (make_closure(0.5), programs.one_tensor, {"target:limit"}),
         (
@@ -58,6 +64,8 @@ def test_numbers_are_found_wherever_they_live(function, factory, expected):
     ("function", "factory", "path", "value"),
     [
         (programs.clamped_swiglu, programs.two_floats, "limit", 0.125),
+        (programs.with_global_objects, programs.one_tensor, "programs.OPTIONS.limit", 0.125),
+        (programs.WithClassNumber().run, programs.one_tensor, "target.__self__.limit", 0.125),
         (programs.with_global, programs.one_tensor, "programs.SCALE", 2.0),
         (make_closure(0.5), programs.one_tensor, "target:limit", 0.125),
         (programs.with_options, programs.with_objects, "options.limit", 0.125),

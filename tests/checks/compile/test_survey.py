@@ -81,6 +81,18 @@ def test_inputs_are_guessed_from_annotations():
     assert (tuple(kwargs["mask"].shape), kwargs["on"]) == ((4, 8), False)
 
 
+def test_inputs_of_a_module_are_guessed_from_its_forward():
+    args, _ = guess_inputs(programs.Adapter())
+
+    assert tuple(args[0].shape) == (4, 8)
+
+
+def test_a_number_that_moves_the_imaginary_part_only_is_judged(tmp_path):
+    found = surveyed(tmp_path, "programs:imaginary", "programs:two_floats")
+
+    assert len(by_path(found)["limit"]["values"]) == 4
+
+
 def test_make_inputs_beside_the_target_is_taken():
     function, factory = load(Target("planted_compilers:right"))
 

@@ -5,6 +5,7 @@ attributes of modules and other objects, closure cells, and globals that the cod
 the functions that it calls in its own package. Tensors are not numbers: a 0-d tensor is safe.
 """
 
+import argparse
 import dataclasses
 import functools
 import inspect
@@ -55,8 +56,9 @@ def leaves(call: Call) -> list[Place]:
     for root in [*_arguments(call), *_owned(call.function, "target")]:
         for place in _numbers(root, seen, 0):
             found.setdefault(place.path, place)
-    for place in _globals(call.function, set()):
-        found.setdefault(place.path, place)
+    for root in _globals(call.function, set()):
+        for place in _numbers(root, seen, 0):
+            found.setdefault(place.path, place)
     return list(found.values())
 
 
@@ -139,14 +141,31 @@ def _numbers(place: Place, seen: set[int], depth: int) -> Iterator[Place]:
 
 
 def _globals(function: Any, seen: set[int]) -> Iterator[Place]:
+    """Yield the globals that are or hold data, of ``function`` and of what it mentions."""
     for reached in [function, *_reached(function, seen)]:
         plain = _plain_function(reached)
         if plain is None:
             continue
         space = plain.__globals__
         for name in sorted(names_used(plain.__code__)):
-            if kind_of(space.get(name)):
+            if name in space and _is_data(space[name], plain):
                 yield Place.of_item(space, name, f"{plain.__module__}.{name}")
+
+
+_DATA = (dict, list, tuple, nn.Module, types.SimpleNamespace, argparse.Namespace)
+
+
+def _is_data(value: Any, user: types.FunctionType) -> bool:
+    """Return whether a global is a number, or an object of options rather than, say, a logger."""
+    if kind_of(value) or isinstance(value, _DATA):
+        return True
+    if callable(value) or isinstance(value, type):
+        return False
+    return dataclasses.is_dataclass(value) or _package(type(value)) == _package(user)
+
+
+def _package(owner: Any) -> str:
+    return str(owner.__module__ or "").partition(".")[0]
 
 
 def _reached(function: Any, seen: set[int]) -> Iterator[Any]:
@@ -155,13 +174,13 @@ def _reached(function: Any, seen: set[int]) -> Iterator[Any]:
     if plain is None or id(plain) in seen:
         return
     seen.add(id(plain))
-    package = (plain.__module__ or "").partition(".")[0]
+    package = _package(plain)
     cells = [_content(cell) for cell in plain.__closure__ or ()]
     mentioned = [plain.__globals__.get(name) for name in sorted(names_used(plain.__code__))]
     for value in [*cells, *mentioned]:
         for other in _functions_of(value):
             inner = _plain_function(other)
-            if inner is not None and (inner.__module__ or "").partition(".")[0] == package:
+            if inner is not None and _package(inner) == package:
                 yield other
                 yield from _reached(other, seen)
 

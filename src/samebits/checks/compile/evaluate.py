@@ -66,7 +66,12 @@ def evaluate(
         for name, tensor in leaves.items():
             gradient = tensor.grad
             found[f"grad {name}"] = torch.zeros_like(tensor) if gradient is None else gradient
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
+    return {name: _real(tensor.detach()).clone() for name, tensor in found.items()}
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of real numbers, any other as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _backward(outputs: list[Tensor]) -> None:

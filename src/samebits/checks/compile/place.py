@@ -1,7 +1,9 @@
 """A place that holds a value, the places inside it, and other values for a number in it."""
 
 import dataclasses
+import enum
 import math
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -118,16 +120,25 @@ def _of_object(place: Place, value: Any, skip: frozenset[str]) -> Iterator[Place
             yield Place.of_attribute(value, name, f"{place.path}.{name}")
     names = list(getattr(value, "__dict__", {}))
     if dataclasses.is_dataclass(value):
-        names = list(dict.fromkeys([*(f.name for f in dataclasses.fields(value)), *names]))
-    for name in names:
+        names = [*(f.name for f in dataclasses.fields(value)), *names]
+    # Numbers of its class; another value is then one of the object.
+    for owner in type(value).__mro__:
+        if not _of_torch(owner):
+            names += [name for name, held in vars(owner).items() if kind_of(held)]
+    for name in dict.fromkeys(names):
         if name not in skip and not name.startswith("__"):
             yield Place.of_attribute(value, name, f"{place.path}.{name}")
 
 
 def _open(value: Any) -> bool:
     """Return whether ``value`` is an object whose attributes can be options."""
-    if isinstance(value, (type, torch.Tensor, str, bytes)) or callable(value):
-        return isinstance(value, nn.Module)
-    if (type(value).__module__ or "").partition(".")[0] == "torch":
-        return isinstance(value, nn.Module)
+    if isinstance(value, nn.Module):
+        return True
+    data = (type, types.ModuleType, enum.Enum, torch.Tensor, str, bytes)
+    if isinstance(value, data) or callable(value) or _of_torch(type(value)):
+        return False
     return hasattr(value, "__dict__") or dataclasses.is_dataclass(value)
+
+
+def _of_torch(owner: type) -> bool:
+    return (owner.__module__ or "").partition(".")[0] == "torch"

@@ -103,11 +103,13 @@ def guess_inputs(function: Callable[..., Any]) -> Inputs:
     Raises:
         TargetError: A parameter has another annotation, or the callable has no signature.
     """
+    # A module's call takes anything; its forward says what.
+    called = function.forward if isinstance(function, torch.nn.Module) else function
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError) as error:
         raise TargetError(f"no inputs can be guessed ({error}); give --inputs") from error
-    hints = _hints(function)
+    hints = _hints(called)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for parameter in parameters:
@@ -125,9 +127,8 @@ def guess_inputs(function: Callable[..., Any]) -> Inputs:
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    plain = inspect.unwrap(function)
     try:
-        return typing.get_type_hints(plain.forward if hasattr(plain, "forward") else plain)
+        return typing.get_type_hints(inspect.unwrap(function))
     except (NameError, TypeError, AttributeError):
         return {}
 

@@ -9,7 +9,12 @@ from torch import Tensor
 from samebits.experts import experts
 from samebits.formats import FP8, MXFP4, MXFP8, NVFP4, WeightFormat, dequantize, quantize
 from samebits.formats.weights import QuantizedWeights
-from samebits.ops.indirect_gemm.tuning import QUANTIZED_TABLE, TABLE, supports_upcast
+from samebits.ops.indirect_gemm.tuning import (
+    QUANTIZED_FEW,
+    QUANTIZED_TABLE,
+    TABLE,
+    supports_upcast,
+)
 from samebits.problem import Problem, ProbPlacement
 from samebits.routing import Permutation, Routing
 from samebits.testing.cases import CASES
@@ -111,7 +116,7 @@ def test_every_tile_has_the_bits_of_the_dense_table(held: WeightFormat, dtype: t
             )
 
         expected = both(dense, TABLE[0])
-        for entry in QUANTIZED_TABLE:
+        for entry in (*QUANTIZED_TABLE[held.values], QUANTIZED_FEW[held.values]):
             assert supports_upcast(entry.first, held)
             # Many launches: a race would not show in one.
             for _ in range(20):

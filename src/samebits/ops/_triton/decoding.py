@@ -74,19 +74,30 @@ _E2M1_BF16 = tl.constexpr(_E2M1.format(round=_ROUND["bf16"]))
 _E2M1_FP16 = tl.constexpr(_E2M1.format(round=_ROUND["fp16"]))
 
 # Exponent and mantissa at their places in bf16 (bits 8 … 6, a number 2⁻¹²⁶ times as large), and the
-# sign at its own; the byte stands twice in each half, so that shifts are shared.
+# sign at its own. Two words at once: what takes neither of the units for integers is a shift to the
+# left, so a byte stands twice in each half and everything is shifted that way.
 _E2M1_TIMES_POWER = tl.constexpr("""{
 .reg .b32 u, v, w;
-prmt.b32 u, $2, 0, 0x1100;
+prmt.b32 u, $4, 0, 0x1100;
 shl.b32 v, u, 4;
-and.b32 v, v, 0x80008000;
-shr.b32 w, u, 2;
-lop3.b32 v, w, 0x01C001C0, v, 0xEA;
-mul.rn.bf16x2 $0, v, $3;
-shl.b32 v, u, 2;
-and.b32 v, v, 0x01C001C0;
-lop3.b32 v, u, 0x80008000, v, 0xEA;
-mul.rn.bf16x2 $1, v, $3;
+shl.b32 w, u, 6;
+and.b32 w, w, 0x01C001C0;
+lop3.b32 w, v, 0x80008000, w, 0xEA;
+mul.rn.bf16x2 $0, w, $5;
+shl.b32 w, u, 2;
+and.b32 w, w, 0x01C001C0;
+lop3.b32 w, u, 0x80008000, w, 0xEA;
+mul.rn.bf16x2 $2, w, $5;
+prmt.b32 u, $4, 0, 0x3322;
+shl.b32 v, u, 4;
+shl.b32 w, u, 6;
+and.b32 w, w, 0x01C001C0;
+lop3.b32 w, v, 0x80008000, w, 0xEA;
+mul.rn.bf16x2 $1, w, $6;
+shl.b32 w, u, 2;
+and.b32 w, w, 0x01C001C0;
+lop3.b32 w, u, 0x80008000, w, 0xEA;
+mul.rn.bf16x2 $3, w, $6;
 }""")
 
 
@@ -107,11 +118,9 @@ def scale_factors(scales, factor, SCALES: tl.constexpr):
 @triton.jit
 def e2m1_numbers(codes):
     """Return the fp32 numbers of the E2M1 codes in the low four bits of ``codes``."""
-    size = (codes & 7).to(tl.float32)
-    # 0 … 4 are the halves of their codes; above, every second number is missing.
-    size = tl.where(size <= 4.0, 0.5 * size, tl.where(size == 7.0, 6.0, size - 2.0))
-    # Not -size, which is 0 - size: the zero of code 8 is negative.
-    return size * tl.where((codes & 8) == 0, 1.0, -1.0)
+    # As exponent and mantissa of fp32: a number 2⁻¹²⁶ times as large, 0.5 a denormal one.
+    bits = ((codes & 7) << 22) | ((codes & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
@@ -166,16 +175,16 @@ def e2m1_times(words, scales, FP16: tl.constexpr):
 
 @triton.jit
 def e2m1_times_power(words, exponents):
-    """Return both bf16 pairs of each uint32 word, times ``2**(exponents - 127)``; up to 128."""
+    """Return both bf16 pairs of each uint16 word, times ``2**(exponents - 127)``; up to 128."""
     if _INTERPRETED:
-        return e2m1_times(words, scale_factors(exponents, None, "e8m0"), False)
+        return e2m1_times(words.to(tl.uint32), scale_factors(exponents, None, "e8m0"), False)
     else:
         power = (exponents + 126) * 0x00800080
         return tl.inline_asm_elementwise(
             _E2M1_TIMES_POWER,
-            "=r,=r,r,r",
+            "=r,=r,=r,=r,r,r,r",
             [words, power],
             dtype=(tl.uint32, tl.uint32),
             is_pure=True,
-            pack=1,
+            pack=2,
         )

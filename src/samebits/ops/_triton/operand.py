@@ -1,5 +1,6 @@
 """What a kernel loads an expert's matrices through: a tensor descriptor, or pointers."""
 
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ class MatrixOperand(NamedTuple):
     transposed: bool
     # Where quantised: scales, their three strides, the factor of each expert or None.
     scales: tuple[Any, ...] = (None,) * 5
-    # Where quantised: kinds of values and scales, rows and columns of a block.
+    # Where quantised: FORMAT of ``samebits.ops._triton.quantized``.
     format: tuple[Any, ...] | None = None
 
 
@@ -51,7 +52,7 @@ def quantized_operand(matrix: QuantizedMatrix, box: tuple[int, int]) -> MatrixOp
     if descriptor is None:
         raise ValueError(f"no descriptor reads {held} values of strides {matrix.values.stride()}")
     scales = (stored_scales(matrix), *matrix.scales.stride(), matrix.global_scale)
-    kinds = (held.values, held.scales, held.rows, held.columns)
+    kinds = (held.values, held.scales, held.rows, held.columns, _near(scales[0]))
     return MatrixOperand(descriptor, (0, 0, 0), True, False, scales, kinds)
 
 
@@ -59,6 +60,13 @@ def stored_scales(matrix: QuantizedMatrix) -> Tensor:
     """Return the scales as kernels load them: bytes, or fp32."""
     scales = matrix.scales
     return scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
+
+
+def _near(scales: Tensor) -> int:
+    """Return how many scales of a row can be loaded at once, from every multiple of that number."""
+    if scales.element_size() != 1 or scales.stride(2) != 1:
+        return 1
+    return gcd(8, scales.data_ptr(), scales.stride(0), scales.stride(1), scales.shape[2])
 
 
 def words(matrix: QuantizedMatrix) -> Tensor | None:

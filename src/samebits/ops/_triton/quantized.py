@@ -42,12 +42,20 @@ def _dealt_pairs(first, second, DTYPE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_
 
 @triton.jit
 def _scales(
-    ptrs, stride, k, K, SCALE_COLUMNS: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """Load the scales of ``BLOCK_K`` columns, one of each ``GROUP``; ``ptrs`` is ``[BLOCK, 1]``."""
-    column = (k + tl.arange(0, BLOCK_K // GROUP) * GROUP) // SCALE_COLUMNS
-    inside = column < tl.cdiv(K, SCALE_COLUMNS)
-    return tl.load(ptrs + (column * stride)[None, :], mask=inside[None, :], other=0)
+    ptrs, stride, k, K, SCALE_COLUMNS: tl.constexpr, NEAR: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Load the scales of ``BLOCK_K`` columns, one of each ``GROUP``; ``ptrs`` is ``[BLOCK, 1]``.
+
+    ``NEAR`` of them are loaded at once: one by one they would keep the first cache busiest of all.
+    """
+    column = k // SCALE_COLUMNS + tl.arange(0, BLOCK_K // GROUP)
+    inside = (column < tl.cdiv(K, SCALE_COLUMNS))[None, :]
+    places = ptrs + (column * stride)[None, :]
+    if NEAR > 1:
+        inside = tl.max_constancy(inside, [1, NEAR])
+        places = tl.max_contiguous(tl.multiple_of(places, [1, NEAR]), [1, NEAR])
+    return tl.load(places, mask=inside, other=0)
 
 
 @triton.jit
@@ -66,19 +74,20 @@ def _weights(
     if VALUES == "e4m3":
         first, second = e4m3_times(words.to(tl.uint32, bitcast=True), spread, FP16)
     else:
-        words = words.to(tl.uint16, bitcast=True).to(tl.uint32)
+        words = words.to(tl.uint16, bitcast=True)
         if POWERS:
             first, second = e2m1_times_power(words, spread)
         else:
-            first, second = e2m1_times(words, spread, FP16)
+            first, second = e2m1_times(words.to(tl.uint32), spread, FP16)
     return _dealt_pairs(first, second, DTYPE, BLOCK, BLOCK_K)
 
 
 @triton.jit
 def _sums(
     a_ptrs, live, words, scale_ptrs, stride, factor, expert, column, distance, K,
-    VALUES: tl.constexpr, SCALES: tl.constexpr, SCALE_COLUMNS: tl.constexpr, POWERS: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    VALUES: tl.constexpr, SCALES: tl.constexpr, SCALE_COLUMNS: tl.constexpr, NEAR: tl.constexpr,
+    POWERS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Return the sums of one or two parts, ``[BLOCK, BLOCK_R]``, and the largest exponents.
 
@@ -89,9 +98,9 @@ def _sums(
     first = tl.zeros((BLOCK, BLOCK_R), tl.float32)
     second = tl.zeros((BLOCK, BLOCK_R), tl.float32)
     one, other = scale_ptrs
-    now = _scales(one, stride, 0, K, SCALE_COLUMNS, GROUP, BLOCK_K)
+    now = _scales(one, stride, 0, K, SCALE_COLUMNS, NEAR, GROUP, BLOCK_K)
     if PARTS == 2:
-        now_other = _scales(other, stride, 0, K, SCALE_COLUMNS, GROUP, BLOCK_K)
+        now_other = _scales(other, stride, 0, K, SCALE_COLUMNS, NEAR, GROUP, BLOCK_K)
     largest = now
     ks = tl.arange(0, BLOCK_K)
     for k in range(0, K, BLOCK_K):
@@ -104,7 +113,7 @@ def _sums(
         first = tl.dot(weights, a, first)
         if POWERS:
             largest = tl.maximum(largest, now)
-        now = _scales(one, stride, k + BLOCK_K, K, SCALE_COLUMNS, GROUP, BLOCK_K)
+        now = _scales(one, stride, k + BLOCK_K, K, SCALE_COLUMNS, NEAR, GROUP, BLOCK_K)
         if PARTS == 2:
             tile = words.load([expert, column + distance, k // 4]).reshape(BLOCK, BLOCK_K // 4)
             weights = _weights(
@@ -113,7 +122,7 @@ def _sums(
             second = tl.dot(weights, a, second)
             if POWERS:
                 largest = tl.maximum(largest, now_other)
-            now_other = _scales(other, stride, k + BLOCK_K, K, SCALE_COLUMNS, GROUP, BLOCK_K)
+            now_other = _scales(other, stride, k + BLOCK_K, K, SCALE_COLUMNS, NEAR, GROUP, BLOCK_K)
     return first, second, largest
 
 
@@ -130,12 +139,14 @@ def contract_quantized(
         a_ptrs: ``[BLOCK_R, 1]`` pointers to rows; those that are not ``live`` are not read.
         words: Descriptor of the values, (E, N, K / 4) words of four columns.
         column: First row of the matrix in the tile; a second part is ``distance`` further.
-        FORMAT: Kinds of values and scales, rows and columns of a block.
+        FORMAT: Kinds of values and scales, rows and columns of a block, and how many neighbouring
+            scales lie at multiples of their size.
     """
     VALUES: tl.constexpr = FORMAT[0]
     SCALES: tl.constexpr = FORMAT[1]
     SCALE_ROWS: tl.constexpr = FORMAT[2]
     SCALE_COLUMNS: tl.constexpr = FORMAT[3]
+    NEAR: tl.constexpr = FORMAT[4]
     n = column + tl.arange(0, BLOCK)
     scales_ptr += expert.to(tl.int64) * stride_se
     # Rows past the last have the scales of the last; nothing of them is kept.
@@ -151,14 +162,14 @@ def contract_quantized(
     )
     first, second, largest = _sums(
         a_ptrs, live, words, scale_ptrs, stride_sk, factor, expert, column, distance, K,
-        VALUES, SCALES, SCALE_COLUMNS, POWERS, PARTS, BLOCK_R, BLOCK, BLOCK_K,
+        VALUES, SCALES, SCALE_COLUMNS, NEAR, POWERS, PARTS, BLOCK_R, BLOCK, BLOCK_K,
     )  # fmt: skip
     if POWERS:
         # Scales of 4 and more, and NaN: by fp32 products, which know no limit.
         if tl.max(largest.to(tl.int32)) > _LARGEST_POWER:
             first, second, largest = _sums(
                 a_ptrs, live, words, scale_ptrs, stride_sk, factor, expert, column, distance, K,
-                VALUES, SCALES, SCALE_COLUMNS, False, PARTS, BLOCK_R, BLOCK, BLOCK_K,
+                VALUES, SCALES, SCALE_COLUMNS, NEAR, False, PARTS, BLOCK_R, BLOCK, BLOCK_K,
             )  # fmt: skip
     if PARTS == 2:
         whole = tl.permute(tl.join(first, second), (1, 2, 0))

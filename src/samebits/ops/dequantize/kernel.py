@@ -47,7 +47,10 @@ def _dequantize_kernel(
         packed = packed.to(tl.uint32)
         numbers = tl.join(e2m1_numbers(packed & 15), e2m1_numbers(packed >> 4))
         numbers = tl.reshape(numbers, (BLOCK_N, BLOCK_K))
-    column = (first + tl.arange(0, BLOCK_K // GROUP) * GROUP) // SCALE_COLUMNS
+    if GROUP == SCALE_COLUMNS:
+        column = first // SCALE_COLUMNS + tl.arange(0, BLOCK_K // GROUP)
+    else:
+        column = (first + tl.arange(0, BLOCK_K // GROUP) * GROUP) // SCALE_COLUMNS
     scale_ptrs = scales_ptr + e * stride_se + (n // SCALE_ROWS)[:, None] * stride_sn
     inside = known & (column < tl.cdiv(K, SCALE_COLUMNS))[None, :]
     scales = tl.load(scale_ptrs + column[None, :].to(tl.int64) * stride_sk, mask=inside, other=0)

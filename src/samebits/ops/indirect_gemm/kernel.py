@@ -142,7 +142,7 @@ def _first_tile(
 
 
 @recordable
-@triton.jit(do_not_specialize=["stride_se", "stride_sn"])
+@triton.jit
 def _first_projection_kernel(
     x_ptr, stride_xt, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
     h_ptr, z_ptr,
@@ -232,7 +232,7 @@ def _second_tile(
 
 
 @recordable
-@triton.jit(do_not_specialize=["stride_se", "stride_sn"])
+@triton.jit
 def _second_projection_kernel(
     h_ptr, short_h_ptr, w, stride_we, stride_wn, stride_wk, bias_ptr, probs_ptr,
     y_ptr,

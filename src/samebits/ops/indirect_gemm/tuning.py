@@ -119,16 +119,30 @@ INPUT_GRADIENT_TABLE: tuple[tuple[float, Config], ...] = (
 UNMEASURED = Config(block_r=64, block_n=128, block_k=64, num_warps=4, num_stages=3, tma=False)
 
 
-def _upcasting(block_r: int, block_n: int, block_k: int, stages: int) -> Config:
-    """Quantised weights as the first operand, in registers: two warps, see ``supports_upcast``."""
-    return _streamed(block_r, block_n, block_k, 2, stages)
+def _upcasting(block_r: int, block_n: int, block_k: int, warps: int, stages: int) -> Config:
+    """Quantised weights as the first operand, in registers: see ``supports_upcast``."""
+    return _streamed(block_r, block_n, block_k, warps, stages)
 
 
-# The same for quantised weights that are upcast on the way, from benchmarks/tune_quantized.py.
-QUANTIZED_TABLE: tuple[Entry, ...] = (
-    Entry(4.0, _upcasting(8, 128, 128, 4), _upcasting(8, 64, 128, 4)),
-    Entry(10.0, _upcasting(16, 128, 128, 4), _upcasting(16, 64, 128, 4)),
-)
+# The same for quantised weights that are upcast on the way, by the kind of their values; from
+# benchmarks/tune_quantized.py. Beyond, weights are made dense first.
+QUANTIZED_TABLE: dict[str, tuple[Entry, ...]] = {
+    "e4m3": (
+        Entry(5.0, _upcasting(8, 64, 256, 2, 3), _upcasting(8, 64, 256, 2, 3)),
+        Entry(40.0, _upcasting(16, 128, 128, 2, 4), _upcasting(16, 128, 128, 2, 4)),
+    ),
+    "e2m1": (
+        Entry(5.0, _upcasting(8, 128, 128, 2, 4), _upcasting(8, 64, 128, 2, 4)),
+        Entry(40.0, _upcasting(16, 128, 128, 2, 4), _upcasting(16, 128, 128, 2, 4)),
+    ),
+}
+# Where the first entry's tiles are too few to fill the device.
+QUANTIZED_FEW: dict[str, Entry] = {
+    "e4m3": Entry(5.0, _upcasting(8, 64, 128, 1, 4), _upcasting(8, 32, 256, 2, 3)),
+    "e2m1": Entry(5.0, _upcasting(8, 64, 128, 2, 4), _upcasting(8, 32, 256, 2, 4)),
+}
+# Programs of two warps that run at once on an H200: some six on each multiprocessor.
+_FILLING = 6 * 132
 
 
 def supports_upcast(config: Config, held: WeightFormat) -> bool:
@@ -153,10 +167,17 @@ def quantized_heuristic(rows: int, problem: Problem) -> tuple[Config, Config] | 
     held = problem.format
     if held is None or problem.device != "sm_90" or problem.dtype not in ("bf16", "fp16"):
         return None
-    entry = next((e for e in QUANTIZED_TABLE if rows / problem.E <= e.most), None)
+    table, few = QUANTIZED_TABLE[held.gate_up.values], QUANTIZED_FEW[held.gate_up.values]
+    entry = next((e for e in table if rows / problem.E <= e.most), None)
     if entry is None:
         return None
     first, second = entry.first, entry.second
+    if entry.most <= few.most:
+        experts, columns = min(rows, problem.E), problem.activation.columns
+        if experts * columns * problem.F < _FILLING * first.block_n:
+            first = few.first
+        if experts * problem.H < _FILLING * second.block_n:
+            second = few.second
     if not (supports_upcast(first, held.gate_up) and supports_upcast(second, held.down)):
         return None
     # The rows of each part that a tile takes have to be neighbours.

@@ -1,5 +1,6 @@
 """What each rank runs of modules: experts on a mesh axis, beside FSDP, tensor parallelism, DCP."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,16 @@ def norm_scale() -> list[str]:
     wrong = compare("down", found["experts.down"], expected["experts.down"])
     scale, exact = found["experts.norm_scale"], expected["experts.norm_scale"]
     return wrong + ([] if judge(scale, exact, exact, torch.float64).passed else ["norm_scale"])
+
+
+def copied() -> list[str]:
+    """Return what a deep copy of a spread layer computes otherwise."""
+    x, _ = tokens(torch.float32, dist.get_world_size())
+    module = layer(ProbPlacement.FC2_OUTPUT, torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(module, mesh, {"experts": ExpertParallel()})
+    twin, mine = copy.deepcopy(module), x[dist.get_rank()]
+    return compare("out", twin(mine), module(mine))
 
 
 def with_fsdp(dtype: torch.dtype) -> list[str]:

@@ -354,6 +354,18 @@ def ranks_that_are_refused() -> list[str]:
     return messages
 
 
+def ids_out_of_range() -> str:
+    """Return the error where the ids of rank 1 are."""
+    case = Case(tokens=(2,) * dist.get_world_size(), bounds=(0, 2, 4))
+    given = draw(case, torch.device("cpu"))
+    given["topk_ids"][-1, -1] = 9
+    try:
+        over_ranks(case, given, ranks_of(case, _world(), torch.device("cpu")))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def leave(rank: int) -> None:
     """End ``rank`` without a word, and use the group on the others."""
     import os

@@ -9,6 +9,7 @@ from rank_programs import (
     Case,
     disagree,
     gradients_that_exist,
+    ids_out_of_range,
     leave,
     overflow,
     ranks_that_are_refused,
@@ -159,6 +160,13 @@ def test_slots_that_do_not_fit_are_never_silent(two_ranks: Processes) -> None:
 def test_ranks_that_disagree_raise_everywhere(two_ranks: Processes) -> None:
     for rank, message in enumerate(two_ranks.run(disagree)):
         assert f"must be alike on every rank, got another one on ranks [{1 - rank}]" in message
+
+
+def test_ids_out_of_range_on_one_rank_raise_everywhere(two_ranks: Processes) -> None:
+    assert two_ranks.run(ids_out_of_range) == [
+        "topk_ids of another rank are out of range; it says which",
+        "topk_ids must be in [0, N) with N = 4, or -1 or N for a dropped slot, got 9",
+    ]
 
 
 def test_a_killed_rank_ends_the_others() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from module_programs import (
+    copied,
     load,
     load_weights_of_the_whole,
     norm_scale,
@@ -48,6 +49,10 @@ def test_shares_of_the_router_add_up(two_ranks: Processes, placement: ProbPlacem
 
 def test_a_scale_that_all_experts_share_gets_the_sum(two_ranks: Processes) -> None:
     assert nothing(two_ranks.run(norm_scale))
+
+
+def test_a_deep_copy_is_spread_too(two_ranks: Processes) -> None:
+    assert nothing(two_ranks.run(copied))
 
 
 def test_with_fsdp(four_ranks: Processes) -> None:

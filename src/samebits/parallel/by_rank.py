@@ -12,11 +12,12 @@ from torch import Tensor
 
 from samebits.activation import Activation
 from samebits.arguments import require_type
+from samebits.errors import must
 from samebits.experts import experts
 from samebits.ops.permute import permute
 from samebits.parallel.all_to_all import combine, dispatch, send
 from samebits.parallel.ranks import Ranks
-from samebits.parallel.route import take
+from samebits.parallel.route import on_device, take
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 from samebits.weights import ExpertWeights
@@ -59,9 +60,12 @@ def experts_by_rank(
     """
     require_type("routing", routing, Routing)
     require_type("ranks", ranks, Ranks)
+    require_type("weights", weights, ExpertWeights)
     ids, probs = routing.topk_ids.to(torch.int64), routing.topk_probs
-    bounds = torch.tensor(ranks.bounds, device=ids.device)
-    owner = torch.searchsorted(bounds, ids, right=True) - 1
+    if weights.down.shape[0] != len(ranks.held) or not ranks.held:
+        rule = f"hold the experts {ranks.held} of this rank, at least one"
+        raise ValueError(must("weights", rule, weights.down.shape[0]))
+    owner = torch.searchsorted(on_device(ranks.bounds, ids.device).long(), ids, right=True) - 1
     owner = torch.where((ids >= 0) & (ids < ranks.num_experts), owner, -1)
     earlier = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril(-1)
     repeated = ((owner[:, :, None] == owner[:, None, :]) & earlier).any(2)

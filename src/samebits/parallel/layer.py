@@ -26,8 +26,9 @@ from samebits.routing import Routing
 from samebits.weights import ExpertWeights
 
 _PLAIN = Activation()
-# What a rank may want of the others: a backward pass, gradients of x, of the probabilities.
-_BACKWARD, _X, _PROBS = 1, 2, 4
+# What a rank may want of the others: a backward pass, gradients of x and of the probabilities, and
+# that they stop.
+_BACKWARD, _X, _PROBS, _STOP = 1, 2, 4, 8
 
 
 def parallel_experts(
@@ -93,26 +94,25 @@ def parallel_experts(
         out_dtype=out_dtype,
         num_valid_tokens=num_valid_tokens,
     )
-    check_ids(call, num_experts)
-    tensors = {n: t for n in DIFFERENTIABLE if (t := getattr(call, n)) is not None}
-    wishes = 0
-    if torch.is_grad_enabled():
-        wished = {n for n, t in tensors.items() if t.requires_grad}
-        wishes = _BACKWARD * bool(wished) + _X * ("x" in wished) + _PROBS * ("topk_probs" in wished)
-        # Nobody learns of the others' wishes there.
-        wishes = wishes if ranks.capacity is None else _BACKWARD + _X + _PROBS
+    wrong = _wrong_ids(call, num_experts)
+    if wrong is not None and ranks.capacity is not None:
+        raise wrong
+    wishes = _wishes_of(call, ranks) | (0 if wrong is None else _STOP)
     leaving = depart(
         ranks,
         call.topk_ids,
         num_valid_tokens=num_valid_tokens,
         wishes=wishes,
-        agreement=f"{options.text()}|H={call.x.shape[1]}|{call.x.dtype}|{ranks.bounds}",
+        agreement=f"{options.text()}|H={call.x.shape[1]}|{call.x.dtype}|{call.topk_probs.dtype}"
+        f"|{ranks.bounds}",
     )
     # Before the wait for counts, which it does not need.
     scale = call.topk_probs if options.placement == ProbPlacement.FC1_INPUT else None
     with torch.no_grad():
         rows = permute(call.x, leaving.metadata.inverse, leaving.topk, scale)
     layer = _Layer(leaving.route(), options)
+    if layer.route.wishes & _STOP:
+        raise wrong or ValueError("topk_ids of another rank are out of range; it says which")
     if not layer.route.wishes:
         return layer.forward(call, rows, save=False)[0]
     # Part of the graph even where nothing here has a gradient: others wait for this backward.
@@ -120,6 +120,29 @@ def parallel_experts(
     with torch.enable_grad():
         out: Tensor = _ParallelExperts.apply(layer, anchor, rows, *call[:INPUTS])  # type: ignore[no-untyped-call]
     return out
+
+
+def _wishes_of(call: Call, ranks: Ranks) -> int:
+    """Return what this rank wants of the others, as bits."""
+    if not torch.is_grad_enabled():
+        return 0
+    if ranks.capacity is not None:
+        # Nobody learns of the others' wishes there.
+        return _BACKWARD | _X | _PROBS
+    tensors = {n: t for n in DIFFERENTIABLE if (t := getattr(call, n)) is not None}
+    wanted = {n for n, t in tensors.items() if t.requires_grad}
+    wishes = _BACKWARD if wanted else 0
+    wishes |= _X if "x" in wanted else 0
+    return wishes | (_PROBS if "topk_probs" in wanted else 0)
+
+
+def _wrong_ids(call: Call, num_experts: int) -> ValueError | None:
+    """Return what is wrong with the ids: raised at once, it would let the others wait for ever."""
+    try:
+        check_ids(call, num_experts)
+    except ValueError as error:
+        return error
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +204,7 @@ class _Layer:
             dout = dout.to(call.x.dtype)
         dout = route.go(permute(dout.contiguous(), route.inverse, route.topk))
         there = self._arrived(call, rows, None if on_input else self._probs_there(call))
-        x_travels = bool(route.wishes & (_X + _PROBS if on_input else _X))
+        x_travels = bool(route.wishes & (_X | _PROBS if on_input else _X))
         probs_travel = bool(route.wishes & _PROBS) and not on_input
         local = {**wanted, "x": x_travels, "topk_probs": probs_travel}
         grads = self._local_gradients(there, z, dout, [local[n] for n in DIFFERENTIABLE])

@@ -101,6 +101,9 @@ class Ranks:
             rule = f"ascend from 0, {self.size} + 1 of them for a group of {self.size} ranks"
             raise ValueError(must("bounds", rule, self.bounds))
 
+    def __deepcopy__(self, _memo: object) -> "Ranks":
+        return self  # a group of processes has no copies
+
     @staticmethod
     def of(
         group: dist.ProcessGroup, num_experts: int, *, capacity: Capacity | None = None

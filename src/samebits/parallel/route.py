@@ -114,7 +114,7 @@ class Departure:
         place = torch.arange(capacity, device=device)
         ends = counts.cumsum(1).contiguous()
         ids = torch.searchsorted(ends, place.expand(ranks.size, -1).contiguous(), right=True)
-        edges = offsets[_on_device(ranks.bounds, device).long()]
+        edges = offsets[on_device(ranks.bounds, device).long()]
         rows = edges[:-1, None] + place
         rows = torch.where(rows < edges[1:, None], rows, total).reshape(-1)
         row = torch.arange(total, device=device)
@@ -150,15 +150,18 @@ def depart(
     """
     metadata = sort_slots(topk_ids, ranks.num_experts, num_valid_tokens=num_valid_tokens)
     header = wishes, zlib.crc32(agreement.encode()) >> 1
-    mine = torch.cat([_on_device(header, topk_ids.device), metadata.offsets])
+    mine = torch.cat([on_device(header, topk_ids.device), metadata.offsets])
     ones = [1] * ranks.size
     told = _exchange(mine.expand(ranks.size, -1), ones, ones, ranks.group)
     return Departure(ranks, metadata, topk_ids.shape[1], wishes, agreement, told)
 
 
 @lru_cache(maxsize=256)
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return int32 numbers; kept, because a captured graph cannot copy from the host."""
+def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return int32 numbers; kept, because a captured graph cannot copy from the host.
+
+    Determinism: exact integers.
+    """
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 

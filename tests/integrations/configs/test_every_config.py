@@ -8,7 +8,9 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs transformers")
 
+import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
+from transformers import AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from samebits import UnsupportedError, from_hf_config
@@ -81,6 +83,56 @@ def test_its_defaults_are_read(name: str) -> None:
     assert specs
     for spec in specs.values():
         spec.rule.check(spec.num_experts + spec.identity_experts)
+
+
+# Those that no test of `test_hf_config.py` holds to their code, and that AutoModel builds.
+BY_LAYERS = [
+    "axk1",
+    "axk2",
+    "flex_olmo",
+    "gemma4_text",
+    "glm4_moe_lite",
+    "glm4v_moe_text",
+    "glm_moe_dsa",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "hy_v4_vl_text",
+    "inkling2_loop_text",
+    "muse_spark_text",
+    "phimoe",
+    "qwen3_vl_moe_text",
+    "sarvam_mla",
+    "sarvam_moe",
+    "solar_open",
+]
+
+
+@pytest.mark.parametrize("name", BY_LAYERS)
+def test_its_layers_are_those_that_the_model_has(name: str) -> None:
+    """Which layers have experts, and how large, by the model on the meta device."""
+    config = CONFIG_MAPPING[name](**NEEDED.get(name, {}))
+    specs = from_hf_config(config)
+
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+
+    found = {}
+    for path, module in model.named_modules():
+        layer = re.search(r"layers\.(\d+)\.", path)
+        if layer and path.endswith(".experts"):
+            found[int(layer[1])] = {size for p in module.parameters() for size in p.shape}
+    assert set(found) == set(specs)
+    for layer, spec in specs.items():
+        hidden = spec.latent_size or spec.hidden_size
+        rows = spec.intermediate_size * spec.activation.columns
+        assert {spec.num_experts, hidden, rows, spec.intermediate_size} <= found[layer]
+
+
+@pytest.mark.parametrize("name", ["deepseek_ocr2_text", "unlimited_ocr_text"])
+def test_layers_by_their_types(name: str) -> None:
+    types = ["dense", "sparse", "dense"]
+    config = _values(name) | {"mlp_layer_types": types, "num_hidden_layers": 3}
+    assert list(from_hf_config(config)) == [1]
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -158,7 +158,6 @@ _OTHERS: Mapping[str, Family] = {
     ),
     "dbrx": Family(
         columns=("ffn_hidden_size",),
-        layers=readers.number_of_layers,
         hidden="d_model",
         rule=rules.softmax_if_norm,
         activation=readers.named("ffn_act_fn"),

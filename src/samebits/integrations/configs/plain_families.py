@@ -34,7 +34,7 @@ PLAIN_FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v2": Family(
         rule=rules.grouped_softmax,
-        sparse=readers.behind_dense,
+        sparse=readers.typed(readers.behind_dense),
         shared=readers.counted_shared(readers.plain),
     ),
     "deepseek_v3": _DEEPSEEK_V3,

@@ -366,6 +366,10 @@ def test_the_function_takes_a_destination() -> None:
         assert_bitwise_equal(_main_grads(module)[name], grad + 0.0, name)
     with pytest.raises(ValueError, match=r"owners must hold gate_up, got \['down'\]"):
         call(weight_gradients=policy.of({"down": Owner(module.down)}))
+    with pytest.raises(ValueError, match=r"owners must be named as gate_up, .*, got \['gate'\]"):
+        call(weight_gradients=policy.of(owners | {"gate": owners["down"]}))
+    with pytest.raises(TypeError, match=r"owners\['down'\] must be an Owner, got Parameter"):
+        policy.of({"down": module.down})
     with pytest.raises(TypeError, match="weight_gradients must be a Destination, got"):
         call(weight_gradients=policy)
 

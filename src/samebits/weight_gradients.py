@@ -173,8 +173,13 @@ class WeightGradients:
         Args:
             owners: The parameter behind each tensor of the call's ``ExpertWeights``, by field name.
 
+        Raises:
+            TypeError: An owner is no ``Owner``.
+
         Determinism: no arithmetic.
         """
+        for name, owner in owners.items():
+            require_type(f"owners[{name!r}]", owner, Owner)
         return Destination(self, dict(owners))
 
     @torch.no_grad()

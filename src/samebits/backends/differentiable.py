@@ -11,7 +11,7 @@ from samebits.arguments import require_type
 from samebits.backends import operator
 from samebits.backends.call import DIFFERENTIABLE, INPUTS, PARAMETERS, Call
 from samebits.backends.options import Options
-from samebits.errors import UnsupportedError
+from samebits.errors import UnsupportedError, must
 from samebits.weight_gradients import Destination
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -202,4 +202,7 @@ def _check_destination(destination: Destination, tensors: dict[str, Tensor]) -> 
         raise UnsupportedError(
             "weight_gradients is not for compiled code; hint: compile around the layer, not it"
         )
+    unknown = sorted(destination.owners.keys() - set(PARAMETERS))
+    if unknown:
+        raise ValueError(must("owners", f"be named as {', '.join(PARAMETERS)}", unknown))
     destination.check([n for n in PARAMETERS if n in tensors and tensors[n].requires_grad])

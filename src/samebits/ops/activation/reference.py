@@ -7,21 +7,17 @@ are not), block by block (``blocks.py``).
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from samebits import activation as act
 from samebits.activation import Activation
-from samebits.ops.activation.blocks import Buffers, blocks, live_rows
+from samebits.ops.activation.blocks import Buffers, blocks
 from samebits.ops.activation.operands import Backward, Operands, Wanted, wide_dtype
+from samebits.ops.activation.sums import sum_bias, sum_columns
 from samebits.weights import Layout
-
-# Columns of a sum of dp.
-_PARTIAL = 64
 
 # Gives memory in the shape of a block's gate by name.
 Buffer = Callable[[str], Tensor]
@@ -218,7 +214,7 @@ def backward(
     for span in blocks(operands, columns):
         _backward_block(dh, operands, activation, layout, result, span, experts, buffers)
     if result.dbias is not None:
-        _sum_bias(result.dz, operands, result.dbias)
+        sum_bias(result.dz, operands, result.dbias)
     return result
 
 
@@ -274,7 +270,7 @@ def _backward_block(
 def _store_others(result: Backward, span: slice, h: Tensor, dh: Tensor, p: Tensor | None) -> None:
     """Store dp and h, where wanted."""
     if result.dp is not None:
-        result.dp[span] = _sum_columns(h * dh)
+        result.dp[span] = sum_columns(h * dh)
     if result.h is not None:
         result.h[span] = h if p is None else h * p
 
@@ -286,23 +282,3 @@ def _store(dz: Tensor, dgate: Tensor, dup: Tensor, layout: Layout) -> None:
     first, second = (dup, dgate) if layout.up_first else (dgate, dup)
     pairs[:, :, 0] = first.view(rows, -1, block)
     pairs[:, :, 1] = second.view(rows, -1, block)
-
-
-def _sum_columns(product: Tensor) -> Tensor:
-    """Add the columns of each row: sums of 64, then these in ascending order."""
-    rows, columns = product.shape
-    missing = -columns % _PARTIAL
-    padded = functional.pad(product, (0, missing)) if missing else product
-    partials = padded.view(rows, -1, _PARTIAL).sum(-1)
-    # The last running sum is the sum from left to right.
-    return partials.cumsum(-1)[:, -1]
-
-
-def _sum_bias(dz: Tensor, operands: Operands, dbias: Tensor) -> None:
-    wide, live = wide_dtype(dz.dtype), live_rows(operands)
-    if operands.offsets is None:
-        dbias.copy_(dz[:live].sum(0, dtype=wide))
-        return
-    bounds = [min(bound, live) for bound in operands.offsets.tolist()]
-    for expert, (first, end) in enumerate(pairwise(bounds)):
-        dbias[expert] = dz[first:end].sum(0, dtype=wide)

@@ -81,8 +81,9 @@ def measure(shape, tokens, routing, variant, weights, peers, *, checked):
             errors[name] = check(weights, sets[0], results, dout)
         del results
     repeats = max(1, min(10, int(STEPS_MS / floor) // len(sets)))
+    calls = max(3, min(20, int(100 / floor)))
     memory = {name: memory_of(step, sets[0]) for name, step in steps.items()}
-    host = {name: host_ms(step, sets[0]) for name, step in steps.items()}
+    host = {name: host_ms(step, sets[0], calls) for name, step in steps.items()}
     runs = {}
     for name, step in steps.items():
         graph = tokens <= 1024 and not name.startswith("transformers")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends import BACKENDS, passes
+from samebits.backends.recorder import Pass
 from samebits.experts import experts
 from samebits.problem import Problem, ProbPlacement
 from samebits.routing import Routing
@@ -109,7 +110,7 @@ def test_repeated_steps_have_the_same_bits(name: str, tokens: int) -> None:
         for quantity, value in run(problem, inputs, "fused").items():
             assert_bitwise_equal(value, expected[quantity], quantity)
     # Both were recorded: a forward and a backward.
-    assert [k for k in passes.passes() if not isinstance(k, passes.Pass)] == []
+    assert [k for k in passes.passes() if not isinstance(k, Pass)] == []
     assert len(passes.passes()) == 2
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from samebits.backends import passes
+from samebits.backends import passes, recorder
 from samebits.ops._triton import launch
 from samebits.ops._triton.launch import Launch
 
@@ -55,7 +55,7 @@ class _Backward:
         described = TensorDescriptor(z, [4, 8], [8, 1], [2, 8])
         _launch(first, x, described, dz, 1.5)
         if self.spend:
-            passes.spend(z)
+            recorder.spend(z)
         rows = x.new_empty(16)
         _launch(second, dz, rows[4:])
         del dz
@@ -79,7 +79,7 @@ def test_the_third_of_a_kind_is_launches_alone() -> None:
 
     assert backward.runs == 2
     (known,) = passes.passes()
-    assert isinstance(known, passes.Pass)
+    assert isinstance(known, recorder.Pass)
     assert [len(kernel.calls) for kernel in backward.kernels] == [1, 1, 1]
     x, described, dz, scalar = backward.kernels[0].calls[0]
     assert (x, scalar) == (kept[2][0].data_ptr(), 1.5)
@@ -94,18 +94,35 @@ def test_the_third_of_a_kind_is_launches_alone() -> None:
     assert (grad.shape, nothing, empty.shape) == ((4, 8), None, (0,))
 
 
-def test_a_buffer_lives_from_its_first_launch_to_its_last() -> None:
+def test_a_buffer_lives_from_its_first_launch_to_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_SMALL", 0)
     backward = _Backward()
     for _ in range(2):
         backward.step(*_inputs())
     (known,) = passes.passes()
 
-    assert isinstance(known, passes.Pass)
-    assert [(taken, dropped) for _, taken, dropped in known.steps] == [
-        ((0,), ()), ((1,), (0,)), ((2,), (1,)),
+    assert isinstance(known, recorder.Pass)
+    assert [([b for b, *_ in taken], dropped) for _, taken, dropped in known.steps] == [
+        ([0], ()), ([1], (0,)), ([2], (1,)),
     ]  # fmt: skip
     # Nothing of the recorded pass lives on.
     assert not any(isinstance(a, Tensor) for step, *_ in known.steps for a in step.arguments)
+
+
+def test_small_buffers_are_taken_together() -> None:
+    backward = _Backward()
+    for _ in range(3):
+        backward.step(*_inputs())
+    (known,) = passes.passes()
+
+    assert isinstance(known, recorder.Pass)
+    assert (sorted(known.small), known.room) == ([(0, 0), (1, 512)], 1024)
+    assert [([b for b, *_ in taken], dropped) for _, taken, dropped in known.steps] == [
+        ([], ()), ([], ()), ([2], ()),
+    ]  # fmt: skip
+    (_, _, dz, _), (read, inside) = (kernel.calls[0] for kernel in backward.kernels[:2])
+    assert read == dz
+    assert inside == dz + 512 + 16
 
 
 def test_what_is_spent_is_given_back_after_its_last_use() -> None:
@@ -117,20 +134,20 @@ def test_what_is_spent_is_given_back_after_its_last_use() -> None:
     assert backward.runs == 2
     assert [z.untyped_storage().nbytes() for _, z in kept] == [0, 0, 0]
     (known,) = passes.passes()
-    assert isinstance(known, passes.Pass)
+    assert isinstance(known, recorder.Pass)
     assert known.last == (0, 0)
 
 
 def test_memory_that_was_given_back_and_taken_again_is_no_input() -> None:
     x, z = _inputs()
-    recorder = passes.Recorder((x, z))
+    found = recorder.Recorder((x, z))
     # What an allocator does once z was spent.
-    recorder.allocated(z.view(32))
+    found.allocated(z.view(32))
 
-    recorder.launched(Launch(_Kernel(), (1,), (x, z)))
+    found.launched(Launch(_Kernel(), (1,), (x, z)))
 
-    assert recorder.find(x) == (0, 0)
-    assert recorder.find(z) == (2, 0)
+    assert found.find(x) == (0, 0)
+    assert found.find(z) == (2, 0)
 
 
 def test_what_cannot_be_repeated_takes_the_long_way() -> None:

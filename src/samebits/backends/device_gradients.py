@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from samebits.backends import passes
+from samebits.backends import recorder
 from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
 from samebits.backends.matrices import dense_of
 from samebits.ops.permute.tuning import Metadata
@@ -78,7 +78,7 @@ def backward(
             want_partial=want_partial,
         )
     if spend:
-        passes.spend(z)
+        recorder.spend(z)
     products = _Products(problem, call, metadata, want, into)
     grads: dict[str, Tensor] = {}
     if dz is not None and products.first_comes_first():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 # Buffers start at multiples of this, as the allocator's do: kernels are compiled for alignments.
-_ALIGNMENT = 512
+ALIGNMENT = 512
 
 
 class _Place(NamedTuple):
@@ -169,5 +169,5 @@ class _Finder:
             return (exact[0], 0) if len(exact) == 1 else None
         if start not in self.buffers:
             self.buffers[start] = self.workspace
-            self.workspace += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+            self.workspace += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
         return self.workspace_index, self.buffers[start] + address - start

@@ -67,10 +67,13 @@ class QuantizedExperts(nn.Module):
             for part, tensor in getattr(weights, name).named_tensors().items():
                 integers = tensor.detach().view(_BYTES[tensor.element_size()])
                 self.register_buffer(f"{name}_{part}", integers)
-        given = weights.unquantized()
-        for name in ("gate_up_bias", "down_bias", "norm_scale"):
-            value = given.get(name)
-            self.register_parameter(name, None if value is None else nn.Parameter(value))
+
+        def parameter(value: Tensor | None) -> nn.Parameter | None:
+            return None if value is None else nn.Parameter(value)
+
+        self.gate_up_bias = parameter(weights.gate_up_bias)
+        self.down_bias = parameter(weights.down_bias)
+        self.norm_scale = parameter(weights.norm_scale)
         self.register_state_dict_post_hook(_save_storage)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_check_storage)  # type: ignore[no-untyped-call]
 
@@ -81,15 +84,12 @@ class QuantizedExperts(nn.Module):
             gate_up=self._matrix("gate_up", self.hidden_size),
             down=self._matrix("down", self.intermediate_size),
             dtype=self.dtype,
-            gate_up_bias=self.get_parameter("gate_up_bias") if self._has("gate_up_bias") else None,
-            down_bias=self.get_parameter("down_bias") if self._has("down_bias") else None,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
             layout=self.layout,
             norm=self.norm,
-            norm_scale=self.get_parameter("norm_scale") if self._has("norm_scale") else None,
+            norm_scale=self.norm_scale,
         )
-
-    def _has(self, name: str) -> bool:
-        return self._parameters[name] is not None
 
     def _matrix(self, name: str, columns: int) -> QuantizedMatrix:
         held = self.format.gate_up if name == "gate_up" else self.format.down

@@ -90,43 +90,42 @@ def matrix_of(module: Any, name: str) -> QuantizedMatrix:
     if scales.dtype == _E8M0:
         scales = decode_e8m0(scales.view(torch.uint8))
     parts = 2 if name == "gate_up_proj" else 1
-    rows = _rows(module.block_size, values, scales, parts)
-    block = module.block_size or (rows, values.shape[2])
-    return _by_part(values, scales, parts if rows < 0 else 1, (abs(rows), block[1]))
-
-
-def _rows(block_size: Any, values: Tensor, scales: Tensor, parts: int) -> int:
-    """Return the rows of a block; negative where blocks begin anew at up."""
-    height, stored = values.shape[1], scales.shape[1]
-    each = height // parts
-    if block_size is None:
-        return each if stored == parts and scales.shape[2] == 1 else height
-    rows = int(block_size[0])
-    whole, apart = math.ceil(height / rows), parts * math.ceil(each / rows)
-    if each % rows == 0 or parts == 1:
-        return rows
-    if whole == apart:
-        raise UnsupportedError(
-            f"F = {each} is no multiple of its blocks of {rows} rows, and {stored} rows of scales "
-            "may belong to gate and up apart or to both together"
-        )
-    return -rows if stored == apart else rows
-
-
-def _by_part(values: Tensor, scales: Tensor, parts: int, block: tuple[int, int]) -> QuantizedMatrix:
-    """Return a matrix whose blocks begin anew in each of its parts."""
-    each = values.shape[1] // parts
-    rows = math.gcd(block[0], each) if parts > 1 else block[0]
-    if parts > 1:
-        halves = scales.unflatten(1, (parts, -1)).repeat_interleave(block[0] // rows, 2)
-        scales = halves[:, :, : each // rows].flatten(1, 2)
-    held = WeightFormat(name="fp8", block=(rows, block[1]))
+    rows, apart = _rows(module.block_size, values, scales, parts)
+    columns = values.shape[2] if module.block_size is None else int(module.block_size[1])
+    if apart:
+        rows, scales = _smaller(scales, values.shape[1] // parts, parts, rows)
+    held = WeightFormat(name="fp8", block=(rows, columns))
     expected = held.shapes((values.shape[0], values.shape[1], values.shape[2]))["scales"]
     if tuple(scales.shape) != expected:
         raise UnsupportedError(
             f"its scales have shape {tuple(scales.shape)}, not {expected} for {held}"
         )
     return QuantizedMatrix(format=held, columns=values.shape[2], values=values, scales=scales)
+
+
+def _rows(block_size: Any, values: Tensor, scales: Tensor, parts: int) -> tuple[int, bool]:
+    """Return the rows of a block, and whether blocks begin anew at up within a block's rows."""
+    height, stored = values.shape[1], scales.shape[1]
+    each = height // parts
+    if block_size is None:
+        return (each if stored == parts else height), False
+    rows = int(block_size[0])
+    if each % rows == 0 or parts == 1:
+        return rows, False
+    whole, apart = math.ceil(height / rows), parts * math.ceil(each / rows)
+    if whole == apart:
+        raise UnsupportedError(
+            f"F = {each} is no multiple of its blocks of {rows} rows, and {stored} rows of scales "
+            "may belong to gate and up apart or to both together"
+        )
+    return rows, stored == apart
+
+
+def _smaller(scales: Tensor, each: int, parts: int, rows: int) -> tuple[int, Tensor]:
+    """Return rows of smaller blocks, which end where a part ends, and their scales."""
+    smaller = math.gcd(rows, each)
+    halves = scales.unflatten(1, (parts, -1)).repeat_interleave(rows // smaller, 2)
+    return smaller, halves[:, :, : each // smaller].flatten(1, 2)
 
 
 def is_quantized(module: nn.Module) -> bool:

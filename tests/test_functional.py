@@ -282,6 +282,29 @@ def test_wrong_arguments_are_named() -> None:
         F.swiglu_back(torch.ones(2, 3, 40, dtype=torch.float16), y)
 
 
+@pytest.mark.reference
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_clamp_before_the_bias_has_the_bits_of_its_tensor_form(
+    dtype: torch.dtype, rows: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(3, 16, generator=generator).to(dtype)
+    # At the bound, just past it, and NaN.
+    y[0, :3] = y[1, 8:11] = torch.tensor([0.75, 0.7500001, float("nan")])
+    bias, g = torch.randn(rows, 16, generator=generator), torch.randn(3, 8, generator=generator)
+
+    results = []
+    for bound in (0.75, torch.tensor(0.75)):
+        inputs = [y.clone().requires_grad_(), bias.clone().requires_grad_()]
+        h = F.weighted_bias_quick_geglu_impl(*inputs, torch.ones(3, 1), clamp_value=bound)
+        results.append((h.detach(), *torch.autograd.grad(h, inputs, g.to(dtype))))
+        assert_bitwise_equal(inputs[0].detach(), y, "the input")
+
+    for number, tensor in zip(*results, strict=True):
+        assert_bitwise_equal(number, tensor)
+
+
 # The same scalar in the clamp and in arithmetic: what torch.compile is known to leave stale.
 def mixed(x: Tensor, c: float | Tensor) -> Tensor:
     return F.clamped_swiglu(x * c, c + 0.125) * c + F.clamped_swiglu(x, c)

@@ -1,10 +1,11 @@
 """From a drop-in's arguments to the operator: options, operands, shapes."""
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from samebits.activation import Activation
 from samebits.errors import UnsupportedError, must
@@ -167,7 +168,8 @@ def clamp_then_add(y: Tensor, bias: Tensor, clamp_value: Scalar) -> Tensor:
     Determinism: elementwise.
     """
     if not isinstance(clamp_value, Tensor) and not torch.compiler.is_compiling():
-        _of_numbers(1.0, clamp_value, 0.0)  # raises for an illegal bound
+        legal = _of_numbers(1.0, clamp_value, 0.0).activation
+        return cast("Tensor", _ClampThenAdd.apply(y, bias, legal.limit))  # type: ignore[no-untyped-call]
     wide = wide_dtype(y.dtype)
     limit = _as_tensor(y, clamp_value, "clamp_value")
     limit = torch.where((limit > 0) & torch.isfinite(limit), limit, float("nan"))
@@ -176,3 +178,30 @@ def clamp_then_add(y: Tensor, bias: Tensor, clamp_value: Scalar) -> Tensor:
     gate = torch.where(gate > limit, limit, gate) + poison
     up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
     return (torch.cat((gate, up), -1) + bias.to(wide)).to(y.dtype)
+
+
+class _ClampThenAdd(torch.autograd.Function):
+    """``clamp_then_add`` of a number, in fewer passes over memory."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(y, bias)
+        ctx.limit = limit
+        wide = y.to(wide_dtype(y.dtype), copy=True)
+        gate, up = wide.chunk(2, -1)
+        gate.clamp_(max=limit)
+        up.clamp_(-limit, limit)
+        return wide.add_(bias).to(y.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        y, bias = ctx.saved_tensors
+        wide, dy = wide_dtype(y.dtype), grad.clone()
+        (gate, up), (dgate, dup) = y.to(wide).chunk(2, -1), dy.chunk(2, -1)
+        dgate.masked_fill_(gate > ctx.limit, 0.0)
+        dup.masked_fill_(up.abs() > ctx.limit, 0.0)
+        dbias = None
+        if ctx.needs_input_grad[1]:
+            dbias = grad.to(wide).sum_to_size(bias.shape).to(bias.dtype)
+        return dy, dbias, None

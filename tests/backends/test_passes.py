@@ -1,5 +1,6 @@
 """Repeated passes of a training step: which buffers they take, and when they give them back."""
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,3 +190,33 @@ def test_what_decides_is_in_the_key() -> None:
     assert None not in keys
     assert len(set(keys)) == len(keys)
     assert passes.key_of(("a",), _inputs()) == keys[0]
+
+
+def test_a_dropped_buffer_is_held_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_SMALL", 0)
+    kernel = _Kernel()
+    alive: list[int] = []
+    made: list[weakref.ref[Tensor]] = []
+    take = Tensor.new_empty_strided
+
+    def noted(*arguments: Any, **options: Any) -> Tensor:
+        alive.append(sum(one() is not None for one in made))
+        tensor = take(*arguments, **options)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    def function() -> tuple[Tensor]:
+        buffer = x.new_empty(16)
+        _launch(kernel, x, buffer)
+        _launch(kernel, buffer)
+        del buffer
+        out = torch.empty_like(x)
+        _launch(kernel, out)
+        return (out,)
+
+    x, _ = _inputs()
+    monkeypatch.setattr(Tensor, "new_empty_strided", noted)
+    for _ in range(3):
+        passes.repeated((), (x,), function)
+
+    assert alive == [0, 0]

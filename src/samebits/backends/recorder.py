@@ -67,7 +67,7 @@ class Pass(NamedTuple):
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
         first = len(addresses)
         addresses += [0] * self.buffers
-        memory: list[Tensor | None] = [None] * self.buffers
+        memory: list[Any] = [None] * self.buffers
         over = -1 if spent is None else self.last[spent]
         stream = self.stream_of(x.get_device())
         if self.room:
@@ -78,8 +78,9 @@ class Pass(NamedTuple):
         make = x.new_empty_strided
         for index, (step, taken, dropped) in enumerate(self.steps):
             for buffer, shape, strides, dtype in taken:
-                tensor = memory[buffer] = make(shape, strides, dtype=dtype)
-                addresses[first + buffer] = tensor.data_ptr()
+                # Nothing else may hold it: it is dropped from here.
+                memory[buffer] = make(shape, strides, dtype=dtype)
+                addresses[first + buffer] = memory[buffer].data_ptr()
             step.start(addresses, stream)
             for buffer in dropped:
                 memory[buffer] = None

@@ -116,7 +116,7 @@ def test_every_tile_has_the_bits_of_the_dense_table(held: WeightFormat, dtype: t
             )
 
         expected = both(dense, TABLE[0])
-        for entry in (*QUANTIZED_TABLE[held.values], QUANTIZED_FEW[held.values]):
+        for entry in (*QUANTIZED_TABLE[held.name], QUANTIZED_FEW[held.name]):
             assert supports_upcast(entry.first, held)
             # Many launches: a race would not show in one.
             for _ in range(20):

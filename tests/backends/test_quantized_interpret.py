@@ -41,8 +41,8 @@ SMALL_TILE = tuning.Config(
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = tuning.Entry(10.0, SMALL_TILE, SMALL_TILE)
-    monkeypatch.setattr(tuning, "QUANTIZED_TABLE", dict.fromkeys(("e4m3", "e2m1"), (entry,)))
-    monkeypatch.setattr(tuning, "QUANTIZED_FEW", dict.fromkeys(("e4m3", "e2m1"), entry))
+    monkeypatch.setattr(tuning, "QUANTIZED_TABLE", dict.fromkeys(tuning.QUANTIZED_TABLE, (entry,)))
+    monkeypatch.setattr(tuning, "QUANTIZED_FEW", dict.fromkeys(tuning.QUANTIZED_FEW, entry))
     dense = replace(SMALL_TILE, tma=False)
     monkeypatch.setattr(tuning, "heuristic", lambda *_: (dense, dense))
     from samebits.ops.grouped_gemm import tuning as grouped_tuning

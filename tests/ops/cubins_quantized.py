@@ -47,10 +47,10 @@ def _cases() -> dict[str, Case]:
         # Triton converts E4M3 from sm_89 on.
         targets = tuple(sm for sm in cubins.TARGETS if sm >= 89 or not e4m3)
         found[f"dequantize-{held}"] = Case("dequantize", held, targets=targets)
-        for entry in (*QUANTIZED_TABLE[held.values], QUANTIZED_FEW[held.values]):
+        for entry in (*QUANTIZED_TABLE[held.name], QUANTIZED_FEW[held.name]):
             for which, config in (("first", entry.first), ("second", entry.second)):
                 found[f"{which}-{held}-{spelled(config)}"] = Case(which, held, config)
-    config = QUANTIZED_TABLE["e2m1"][0].first
+    config = QUANTIZED_TABLE["mxfp4"][0].first
     found["first-mxfp4-gpt-oss"] = Case("first", MXFP4, config, Layout(interleave=1))
     return found
 

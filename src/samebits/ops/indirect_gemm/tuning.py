@@ -124,22 +124,27 @@ def _upcasting(block_r: int, block_n: int, block_k: int, warps: int, stages: int
     return _streamed(block_r, block_n, block_k, warps, stages)
 
 
-# The same for quantised weights that are upcast on the way, by the kind of their values; from
+_E4M3 = (
+    Entry(5.0, _upcasting(8, 64, 256, 2, 3), _upcasting(8, 64, 256, 2, 3)),
+    Entry(40.0, _upcasting(16, 128, 128, 2, 4), _upcasting(16, 128, 128, 2, 4)),
+)
+_E2M1 = (
+    Entry(5.0, _upcasting(8, 128, 128, 2, 4), _upcasting(8, 64, 128, 2, 4)),
+    Entry(40.0, _upcasting(16, 128, 128, 2, 4), _upcasting(16, 128, 128, 2, 4)),
+)
+# A larger first tile needs more registers than there are.
+_NVFP4 = (Entry(5.0, _upcasting(8, 64, 128, 2, 4), _upcasting(8, 64, 128, 2, 4)), _E2M1[1])
+# The same for quantised weights that are upcast on the way, by the name of their format; from
 # benchmarks/tune_quantized.py. Beyond, weights are made dense first.
-QUANTIZED_TABLE: dict[str, tuple[Entry, ...]] = {
-    "e4m3": (
-        Entry(5.0, _upcasting(8, 64, 256, 2, 3), _upcasting(8, 64, 256, 2, 3)),
-        Entry(40.0, _upcasting(16, 128, 128, 2, 4), _upcasting(16, 128, 128, 2, 4)),
-    ),
-    "e2m1": (
-        Entry(5.0, _upcasting(8, 128, 128, 2, 4), _upcasting(8, 64, 128, 2, 4)),
-        Entry(40.0, _upcasting(16, 128, 128, 2, 4), _upcasting(16, 128, 128, 2, 4)),
-    ),
-}
+QUANTIZED_TABLE = {"fp8": _E4M3, "mxfp8": _E4M3, "mxfp4": _E2M1, "nvfp4": _NVFP4}
+_FEW_E4M3 = Entry(5.0, _upcasting(8, 64, 128, 1, 4), _upcasting(8, 32, 256, 2, 3))
+_FEW_E2M1 = Entry(5.0, _upcasting(8, 64, 128, 2, 4), _upcasting(8, 32, 128, 2, 4))
 # Where the first entry's tiles are too few to fill the device.
-QUANTIZED_FEW: dict[str, Entry] = {
-    "e4m3": Entry(5.0, _upcasting(8, 64, 128, 1, 4), _upcasting(8, 32, 256, 2, 3)),
-    "e2m1": Entry(5.0, _upcasting(8, 64, 128, 2, 4), _upcasting(8, 32, 256, 2, 4)),
+QUANTIZED_FEW = {
+    "fp8": _FEW_E4M3,
+    "mxfp8": _FEW_E4M3,
+    "mxfp4": _FEW_E2M1,
+    "nvfp4": _FEW_E2M1,
 }
 # Programs of two warps that run at once on an H200: some six on each multiprocessor.
 _FILLING = 6 * 132
@@ -167,7 +172,7 @@ def quantized_heuristic(rows: int, problem: Problem) -> tuple[Config, Config] | 
     held = problem.format
     if held is None or problem.device != "sm_90" or problem.dtype not in ("bf16", "fp16"):
         return None
-    table, few = QUANTIZED_TABLE[held.gate_up.values], QUANTIZED_FEW[held.gate_up.values]
+    table, few = QUANTIZED_TABLE[held.gate_up.name], QUANTIZED_FEW[held.gate_up.name]
     entry = next((e for e in table if rows / problem.E <= e.most), None)
     if entry is None:
         return None

@@ -47,14 +47,16 @@ def _scales(
 ):  # fmt: skip
     """Load the scales of ``BLOCK_K`` columns, one of each ``GROUP``; ``ptrs`` is ``[BLOCK, 1]``.
 
-    ``NEAR`` of them are loaded at once: one by one they would keep the first cache busiest of all.
+    Up to ``NEAR`` of them are loaded at once: one by one they would keep the first cache busiest.
     """
-    column = k // SCALE_COLUMNS + tl.arange(0, BLOCK_K // GROUP)
+    GROUPS: tl.constexpr = BLOCK_K // GROUP
+    EACH: tl.constexpr = NEAR if NEAR < GROUPS else GROUPS
+    column = k // SCALE_COLUMNS + tl.arange(0, GROUPS)
     inside = (column < tl.cdiv(K, SCALE_COLUMNS))[None, :]
     places = ptrs + (column * stride)[None, :]
-    if NEAR > 1:
-        inside = tl.max_constancy(inside, [1, NEAR])
-        places = tl.max_contiguous(tl.multiple_of(places, [1, NEAR]), [1, NEAR])
+    if EACH > 1:
+        inside = tl.max_constancy(inside, [1, EACH])
+        places = tl.max_contiguous(tl.multiple_of(places, [1, EACH]), [1, EACH])
     return tl.load(places, mask=inside, other=0)
 
 

@@ -74,8 +74,8 @@ _E2M1_BF16 = tl.constexpr(_E2M1.format(round=_ROUND["bf16"]))
 _E2M1_FP16 = tl.constexpr(_E2M1.format(round=_ROUND["fp16"]))
 
 # Exponent and mantissa at their places in bf16 (bits 8 … 6, a number 2⁻¹²⁶ times as large), and the
-# sign at its own. Two words at once: what takes neither of the units for integers is a shift to the
-# left, so a byte stands twice in each half and everything is shifted that way.
+# sign at its own. Two words at once, in the halves of $4. The unit for integers is the busiest, and
+# shifts to the left alone may go to another: each byte stands twice, so that nothing goes right.
 _E2M1_TIMES_POWER = tl.constexpr("""{
 .reg .b32 u, v, w;
 prmt.b32 u, $4, 0, 0x1100;

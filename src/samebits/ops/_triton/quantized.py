@@ -6,8 +6,8 @@ registers that the next step overwrites), and Triton orders the contraction of s
 itself: it deals 32 columns to two instructions of 16 as (2 halves, 4 threads, 2 instructions, 2),
 where the other kernels take 16 neighbours. Both operands are therefore reordered first, in
 registers: each instruction then has 16 neighbours again, in another order among themselves. That
-changes no bit: the unit adds the products of an instruction exactly before it rounds (compared on a
-GPU for every configuration, tests/backends/test_quantized_gpu.py).
+changes no bit: on an H200 the sum of an instruction does not depend on the order of its products
+(docs/quantized.md; tests/backends/test_quantized_gpu.py holds every tile to it).
 """
 
 import triton

@@ -147,6 +147,8 @@ def main(argv=None):
     if arguments.compile_share:
         compile_share(arguments.cells, *arguments.compile_share)
         return 0
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device here; this benchmark has nothing to time")
     began = time.time()
     compile_in_processes(__file__, *argv)
     print(torch.cuda.get_device_name(), f"compiled in {time.time() - began:.0f} s", flush=True)

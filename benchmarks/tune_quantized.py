@@ -250,6 +250,8 @@ def main():
     if args.compile_share:
         compile_share(*args.compile_share)
         return
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device here; this benchmark has nothing to time")
     start = time.time()
     codes = compile_in_processes(__file__)
     print("compiled in", round(time.time() - start), "s", codes, flush=True)

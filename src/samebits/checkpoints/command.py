@@ -29,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of SRC, where its names and its config.json do not tell",
     )
     parser.add_argument(
-        "--experts", type=int, metavar="E", help="how many, where the scheme of SRC does not say"
+        "--experts",
+        type=int,
+        metavar="E",
+        help="how many there must be; default: as config.json says",
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share an expert")
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="ranks that share experts")

@@ -71,7 +71,8 @@ def convert(
         to: A scheme of ``samebits.checkpoints.schemes``: "stacked", "megatron:interleave=32" …
         source_scheme: The scheme of ``source``; None finds it by its names, by what an earlier
             conversion noted, or by its ``config.json``.
-        num_experts: E, where the source's scheme does not say (DBRX).
+        num_experts: E; None takes what the source's ``config.json`` says, or else its names and
+            shapes, which must agree. DBRX's do not say.
         tensor_parallel: Ranks that share each expert.
         expert_parallel: Ranks that share the experts, at most as many as those.
         shard_bytes: A file gets no further tensor where it would grow beyond this; None means the

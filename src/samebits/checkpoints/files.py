@@ -126,33 +126,48 @@ def entries_of(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         raw = file.read(length)
     try:
         header = json.loads(raw)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise BadFileError(f"{path} is no safetensors file: its header is no JSON") from error
     if not isinstance(header, dict):
         raise BadFileError(f"{path} is no safetensors file: its header is no JSON object")
     metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise BadFileError(f"{path}: its header's __metadata__ is no object of texts")
     found = {name: _entry(path, name, said, 8 + length) for name, said in header.items()}
     end = max((entry.start + entry.bytes for entry in found.values()), default=8 + length)
     if end != size:
         state = "it is truncated" if size < end else "bytes follow its last tensor"
         raise BadFileError(f"{path} must have {end} bytes, as its header says, got {size}: {state}")
+    position = 8 + length
+    for entry in sorted(found.values(), key=lambda entry: (entry.start, entry.bytes)):
+        if entry.start != position:
+            state = "shares bytes with" if entry.start < position else "leaves bytes unused after"
+            raise BadFileError(f"{path}: {entry.name} {state} the tensor before it")
+        position += entry.bytes
     return found, metadata
 
 
 def _entry(path: Path, name: str, said: Any, base: int) -> Entry:
     try:
-        dtype, shape = str(said["dtype"]), tuple(int(size) for size in said["shape"])
-        start, end = (int(position) for position in said["data_offsets"])
+        dtype, shape = str(said["dtype"]), _integers(said["shape"])
+        start, end = _integers(said["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise BadFileError(f"{path}: its header does not describe {name}") from error
     if dtype not in ITEM_BYTES:
         raise BadFileError(f"{path}: {name} has dtype {dtype}, which is not known")
     entry = Entry(path, name, dtype, shape, base + start)
-    if end - start != entry.bytes or start < 0 or min(shape, default=0) < 0:
+    if end - start != entry.bytes:
         raise BadFileError(
             must(f"{path}: {name} of shape {shape}", f"have {entry.bytes} bytes", end - start)
         )
     return entry
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    """Return what must be a list of integers >= 0: JSON has texts, fractions and truth values."""
+    if not isinstance(values, list) or any(type(v) is not int or v < 0 for v in values):
+        raise TypeError(must("sizes", "be integers >= 0", values))
+    return tuple(values)
 
 
 @dataclass(frozen=True, slots=True)

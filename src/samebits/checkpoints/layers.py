@@ -50,7 +50,7 @@ class StoredExperts:
         root: What the names begin with.
         scheme: How they are stored.
         entries: The tensors.
-        num_experts: E, which a flattened scheme does not say.
+        num_experts: E, which a flattened scheme does not say; checked where the others do.
 
     Raises:
         BadFileError: An expert or a part is missing, or a shape or dtype is not that of the others.
@@ -106,18 +106,19 @@ class StoredExperts:
 
     def _count(self, given: int | None) -> int:
         scheme = self._scheme
+        if scheme.flattened:
+            if given is None:
+                hint = "hint: say how many experts there are with --experts"
+                raise UnsupportedError(f"scheme {scheme.name} does not say how many\n{hint}")
+            return given
         if scheme.per_expert:
-            return 1 + max(place.expert for place in self._entries if place.expert is not None)
-        entry = next(iter(self._entries.values()))
-        if not scheme.flattened:
-            return entry.shape[0] if entry.shape else 0
-        if given is None:
-            hint = "hint: say how many experts there are with --experts"
-            raise UnsupportedError(f"scheme {scheme.name} does not say how many\n{hint}")
-        if entry.shape[0] % given:
-            rule = f"have a multiple of {given} rows, one block for each expert"
-            raise BadFileError(must(entry.name, rule, entry.shape[0]))
-        return given
+            found = 1 + max(place.expert for place in self._entries if place.expert is not None)
+        else:
+            entry = next(iter(self._entries.values()))
+            found = entry.shape[0] if entry.shape else 0
+        if given not in (None, found):
+            raise BadFileError(must(self.root, f"hold {given} experts", found))
+        return found
 
     def _check_complete(self, kind: Kind) -> None:
         own = self._scheme.per_expert
@@ -134,20 +135,21 @@ class StoredExperts:
     def _add(self, part: Part, kind: Kind) -> None:
         """Note what is stored of ``part``, which must be alike for every expert."""
         held = [e for place, e in self._entries.items() if place[1:3] == (part, kind)]
-        first = held[0]
-        for entry in held:
-            if (entry.dtype, entry.shape) != (first.dtype, first.shape):
-                rule = f"be {first.dtype} of shape {first.shape}, as {first.name}"
-                raise BadFileError(must(entry.name, rule, f"{entry.dtype} of shape {entry.shape}"))
+        first = _alike(held)
         dimensions = 1 if kind == "bias" else 2
         stacked = not self._scheme.per_expert and not self._scheme.flattened
         if len(first.shape) != dimensions + stacked:
             rule = f"have {dimensions + stacked} dimensions in scheme {self._scheme.key}"
             raise BadFileError(must(first.name, rule, first.shape))
+        if 0 in first.shape:
+            raise BadFileError(must(first.name, "have no dimension of 0", first.shape))
         shape = first.shape[1:] if stacked else first.shape
         if stacked and first.shape[0] != self.num_experts:
             raise BadFileError(must(first.name, f"hold {self.num_experts} experts", first.shape))
         if self._scheme.flattened:
+            if shape[0] % self.num_experts:
+                rule = f"have a multiple of {self.num_experts} rows, one block for each expert"
+                raise BadFileError(must(first.name, rule, shape[0]))
             shape = (shape[0] // self.num_experts, *shape[1:])
         if part in self._scheme.transposed and kind != "bias":
             shape = shape[::-1]
@@ -171,6 +173,15 @@ class StoredExperts:
         if down.shape != expected:
             rule = f"have shape {expected} (out, in) in scheme {self._scheme.key}, by its gate"
             raise BadFileError(must(f"down {kind} of {self.root}", rule, down.shape))
+
+
+def _alike(held: list[Entry]) -> Entry:
+    first = held[0]
+    for entry in held:
+        if (entry.dtype, entry.shape) != (first.dtype, first.shape):
+            rule = f"be {first.dtype} of shape {first.shape}, as {first.name}"
+            raise BadFileError(must(entry.name, rule, f"{entry.dtype} of shape {entry.shape}"))
+    return first
 
 
 def layout_of_scales(layout: Layout, rows: int, scale_rows: int) -> Layout:

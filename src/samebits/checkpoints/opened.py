@@ -19,7 +19,7 @@ from samebits.checkpoints.source import (
 )
 from samebits.checkpoints.target import natural
 from samebits.errors import UnsupportedError, must
-from samebits.integrations.configs import from_hf_config
+from samebits.integrations.configs import LayerSpec, from_hf_config
 
 
 @dataclass
@@ -43,7 +43,7 @@ def open_checkpoint(source: Path, named: str | None, num_experts: int | None) ->
     Args:
         source: A folder or a file.
         named: Its scheme; None finds it.
-        num_experts: E, where the scheme does not say.
+        num_experts: E; None takes what the files, or their ``config.json``, say.
 
     Raises:
         BadFileError, UnsupportedError, ValueError: See ``samebits.checkpoints.convert``.
@@ -56,7 +56,12 @@ def open_checkpoint(source: Path, named: str | None, num_experts: int | None) ->
     if not any(folder.stamps for folder in folders):
         raise BadFileError(f"{source} holds no safetensors file")
     cut = list(ranks.values()) or [main]
-    scheme = _scheme(source, cut, named)
+    specs = _configured(source)
+    scheme = _scheme(source, cut, named, specs)
+    told = {spec.num_experts for spec in specs}
+    if num_experts is None and len(told) == 1:
+        # Where an expert is missing as a whole, no name tells.
+        (num_experts,) = told
     layers, others = layers_of(main, scheme, num_experts)
     whole: dict[str, Experts] = dict(layers)
     if ranks:
@@ -98,37 +103,34 @@ def _join(
         yield root, CutExperts([(rank, layers[root]) for rank, layers in found.items()])
 
 
-def _scheme(source: Path, folders: list[Folder], named: str | None) -> Scheme:
-    if named is not None:
-        scheme = parse_scheme(named)
+def _scheme(
+    source: Path, folders: list[Folder], named: str | None, specs: list[LayerSpec]
+) -> Scheme:
+    noted = folders[0].written if named is None else named
+    if noted is not None:
+        scheme = parse_scheme(noted)
         names = [name for folder in folders for name in folder.entries]
         if not any(scheme.place_of(name) for name in names):
             raise ValueError(must(str(source), f"hold names of scheme {scheme.name}", "none"))
         return scheme
-    if folders[0].written is not None:
-        return parse_scheme(folders[0].written)
     try:
         return scheme_of([name for folder in folders for name in folder.entries], source)
     except UnsupportedError:
-        configured = _configured(source)
-        if configured is None:
-            raise
-        return configured
+        told = {(spec.layout, spec.orientation) for spec in specs}
+        for name in ("stacked", "interleaved", "transposed", "gpt-oss"):
+            scheme = SCHEMES[name]
+            if told == {(scheme.layout, "in_out" if scheme.transposed else "out_in")}:
+                return scheme
+        raise
 
 
-def _configured(source: Path) -> Scheme | None:
-    """Return the scheme of stacked experts that the model's configuration tells."""
+def _configured(source: Path) -> list[LayerSpec]:
+    """Return what the model's configuration says of its layers; nothing where it does not tell."""
     path = source / "config.json"
     if not path.is_file():
-        return None
+        return []
     config = read_json(path)
     try:
-        layers = from_hf_config(config)
-    except (TypeError, UnsupportedError, ValueError):  # it does not tell
-        return None
-    told = {(layer.layout, layer.orientation) for layer in layers.values()}
-    for name in ("stacked", "interleaved", "transposed", "gpt-oss"):
-        scheme = SCHEMES[name]
-        if told == {(scheme.layout, "in_out" if scheme.transposed else "out_in")}:
-            return scheme
-    return None
+        return list(from_hf_config(config).values())
+    except (TypeError, UnsupportedError, ValueError):
+        return []

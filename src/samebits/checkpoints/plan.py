@@ -6,7 +6,7 @@ from samebits.checkpoints.cut import RankExperts
 from samebits.checkpoints.files import Shape, entries_of
 from samebits.checkpoints.opened import Checkpoint
 from samebits.checkpoints.schemes import Scheme
-from samebits.checkpoints.source import Rank
+from samebits.checkpoints.source import INDEX, Rank
 from samebits.checkpoints.target import Output, copied, natural, outputs_of
 from samebits.errors import must
 
@@ -75,7 +75,11 @@ def refuse_strangers(destination: Path, expected: set[Path], run: str) -> None:
 
     Determinism: exact.
     """
-    strangers = sorted(set(destination.rglob("*.safetensors")) - expected)
+    folders = [path.parent for path in expected]
+    # A reader would follow an index that stands beside a single file.
+    indices = {folder / INDEX for folder in folders if folders.count(folder) > 1}
+    found = set(destination.rglob("*.safetensors")) - expected
+    strangers = sorted(found | set(destination.rglob(INDEX)) - indices)
     if strangers:
         rule = f"hold only files of this conversion ({run[:8]})"
         raise ValueError(must(str(destination), rule, strangers[0].name))

@@ -43,14 +43,17 @@ def save_quantized(layers: Mapping[str, QuantizedWeights], path: str | Path) -> 
         path: Where to write.
 
     Raises:
-        TypeError: A layer is no ``QuantizedWeights``.
+        TypeError: ``layers`` is no mapping of names to ``QuantizedWeights``.
+        ValueError: A layer has the name that marks a file.
         OSError: The file cannot be written.
 
     Determinism: exact.
     """
     tensors: dict[str, Tensor] = {}
     metadata = {_MARK: _VERSION}
+    require_type("layers", layers, Mapping)
     for layer, weights in layers.items():
+        require_type("the name of a layer", layer, str)
         require_type(f"layers[{layer!r}]", weights, QuantizedWeights)
         if layer == _MARK:
             raise ValueError(must("the name of a layer", f"not be {_MARK}", repr(layer)))
@@ -143,4 +146,5 @@ def _read(entries: Mapping[str, Entry], layer: str, text: str) -> QuantizedWeigh
 
 
 def _tensor(entry: Entry) -> Tensor:
+    require_name("dtype", entry.dtype, _DTYPE_OF)
     return entry.read().view(_DTYPE_OF[entry.dtype])

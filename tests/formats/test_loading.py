@@ -1,6 +1,7 @@
 """Quantised tensors of checkpoints, with the weights that other libraries read from them."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -316,3 +317,92 @@ def test_results_are_checked_like_any_weights() -> None:
             gate_up_bias=weights.gate_up_bias,
             layout=weights.layout,
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tail", ["weight_scale_inv", "weight_scale", "scale"])
+def test_fp8_scales_of_every_name_and_of_16_bits(tail: str, dtype: torch.dtype) -> None:
+    """Qwen's FP8 checkpoints keep their scales in bf16."""
+    tensors = {
+        name: tensor.to(dtype) if "scale" in name else tensor
+        for name, tensor in _linears(_fp8, hidden=256, columns=128).items()
+    }
+    renamed = {name.replace("weight_scale_inv", tail): t for name, t in tensors.items()}
+
+    dense = dequantize(from_linears(renamed, PREFIX, experts=range(3)))
+
+    assert_bitwise_equal(dense.down[2], _theirs(tensors, 2, "down_proj"))
+
+
+def test_biases_of_linears_are_read() -> None:
+    tensors = _linears(_fp8, hidden=144, columns=80)
+    plain = from_linears(tensors, PREFIX, experts=range(3))
+    sizes = {"gate_proj": 80, "up_proj": 80, "down_proj": 144}
+    for expert in range(3):
+        for part, size in sizes.items():
+            tensors[f"{PREFIX}.{expert}.{part}.bias"] = torch.randn(size).bfloat16()
+
+    weights = from_linears(tensors, PREFIX, experts=[2, 0])
+
+    assert plain.gate_up_bias is None
+    assert plain.down_bias is None
+    stem = f"{PREFIX}.2"
+    gate_up = torch.cat([tensors[f"{stem}.{part}.bias"] for part in ("gate_proj", "up_proj")])
+    assert weights.gate_up_bias is not None
+    assert weights.down_bias is not None
+    assert_bitwise_equal(weights.gate_up_bias[0], gate_up)
+    assert_bitwise_equal(weights.down_bias[0], tensors[f"{stem}.down_proj.bias"])
+    del tensors[f"{PREFIX}.1.up_proj.bias"]
+    with pytest.raises(ValueError, match=r"tensors must hold .*1\.up_proj\.bias"):
+        from_linears(tensors, PREFIX, experts=range(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_biases_do_not_tie_a_checkpoint_to_their_dtype(dtype: torch.dtype) -> None:
+    tensors = _gpt_oss()
+
+    weights = from_gpt_oss(tensors, PREFIX, dtype=dtype)
+
+    assert weights.down_bias is not None
+    assert weights.dtype == dtype
+    assert_bitwise_equal(weights.down_bias, tensors[f"{PREFIX}.down_proj_bias"].float())
+
+
+def test_names_may_have_nothing_before_them() -> None:
+    for tensors, load in (
+        (_gpt_oss(), from_gpt_oss),
+        (_linears(_fp8, 128, 128), partial(from_linears, experts=[1])),
+    ):
+        bare = {name.removeprefix(f"{PREFIX}."): tensor for name, tensor in tensors.items()}
+
+        assert_bitwise_equal(
+            dequantize(load(bare, "")).down, dequantize(load(tensors, PREFIX)).down
+        )
+
+
+def test_experts_that_differ_are_named() -> None:
+    tensors = _linears(_fp8, hidden=128, columns=128)
+
+    with pytest.raises(TypeError, match="experts must be a Sequence, got int"):
+        from_linears(tensors, PREFIX, experts=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="an expert must be an int, got '0'"):
+        from_linears(tensors, PREFIX, experts="012")  # type: ignore[arg-type]
+    name = f"{PREFIX}.1.up_proj.weight"
+    for changed, actual in (
+        (tensors[name][:64], r"float8_e4m3fn of shape \(64, 128\)"),
+        (tensors[name].view(torch.float8_e5m2), r"float8_e5m2 of shape \(128, 128\)"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"{name} must be .* as .*0.up_proj.weight, .*{actual}"
+        ):
+            from_linears(tensors | {name: changed}, PREFIX, experts=range(3))
+
+
+def test_loading_under_autocast_changes_nothing() -> None:
+    tensors = _linears(_fp8, hidden=128, columns=80)
+    without = from_linears(tensors, PREFIX, experts=range(3))
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        within = from_linears(tensors, PREFIX, experts=range(3))
+
+    assert_bitwise_equal(dequantize(within).gate_up, dequantize(without).gate_up)

@@ -1,6 +1,7 @@
 """From weights to a format and back: every number, tie, scale and special case, by hand or law."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from samebits.formats import FP8, MXFP4, MXFP8, NVFP4, FormatPair, QuantizedMatrix, WeightFormat
+from samebits.formats import (
+    FP8,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    FormatPair,
+    QuantizedMatrix,
+    WeightFormat,
+    dequantize,
+    quantize,
+)
 from samebits.formats.codes import (
     E2M1,
     decode_e2m1,
@@ -19,6 +30,7 @@ from samebits.formats.codes import (
 )
 from samebits.formats.packing import quantize_matrix
 from samebits.testing.numerics import assert_bitwise_equal
+from samebits.weights import ExpertWeights, Layout
 
 pytestmark = pytest.mark.reference
 
@@ -345,3 +357,49 @@ def test_tensors_of_a_matrix_are_checked() -> None:
             values=torch.zeros(2, 6, 32, dtype=torch.uint8),
             scales=torch.zeros(2, 6, 4).to(torch.float8_e4m3fn),
         )
+
+
+@pytest.mark.parametrize("weight_format", [FP8, MXFP8, MXFP4, NVFP4], ids=str)
+def test_autocast_changes_nothing(weight_format: WeightFormat) -> None:
+    """It refuses to stack 8-bit floats."""
+    weights = ExpertWeights(
+        gate_up=torch.randn(3, 96, 40).bfloat16(), down=torch.randn(3, 40, 48).bfloat16()
+    )
+    layout = Layout(interleave=1)
+    without = quantize(weights, weight_format).to_layout(layout)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        within = quantize(weights, weight_format).to_layout(layout)
+        dense = dequantize(within)
+
+    for name, tensor in without.named_tensors().items():
+        assert_bitwise_equal(within.named_tensors()[name].float(), tensor.float())
+    assert_bitwise_equal(dense.gate_up, dequantize(without).gate_up)
+
+
+@pytest.mark.parametrize("weight_format", [FP8, MXFP8, MXFP4, NVFP4], ids=str)
+def test_no_rows_and_no_experts_are_matrices_too(weight_format: WeightFormat) -> None:
+    for shape in ((2, 0, 40), (0, 5, 40)):
+        packed = quantize_matrix(torch.zeros(shape), weight_format)
+
+        assert packed.shape == packed.dequantize(torch.bfloat16).shape == shape
+    with pytest.raises(ValueError, match="columns must be >= 1, got 0"):
+        quantize_matrix(torch.zeros(2, 5, 0), weight_format)
+
+
+def test_weights_have_no_gradient_to_their_scales() -> None:
+    packed = quantize_matrix(torch.randn(2, 40, 40), FP8)
+    learned = replace(packed, scales=packed.scales.clone().requires_grad_())
+
+    assert not learned.dequantize(torch.float32).requires_grad
+
+
+def test_sizes_of_blocks_are_checked() -> None:
+    packed = quantize_matrix(torch.randn(1, 8, 64), FP8)
+
+    with pytest.raises(ValueError, match="block must be >= 1, got 0"):
+        packed.refine(0, 128)
+    with pytest.raises(TypeError, match=r"block must be an int, got 64\.0"):
+        packed.refine(128, 64.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"block must divide \(128, 128\), got \(128, 48\)"):
+        packed.refine(128, 48)

@@ -256,6 +256,25 @@ def test_files_that_are_not_ours_are_refused(tmp_path: Path) -> None:
     safetensors.save_file({"b": torch.ones(2)}, path, metadata)
     with pytest.raises(BadFileError, match="hold tensors of its layers only, got b"):
         load_quantized(path)
+    metadata["a"] = metadata["a"].replace("int4", "bf16")
+    safetensors.save_file({"a.down_bias": torch.ones(2, dtype=torch.int32)}, path, metadata)
+    with pytest.raises(BadFileError, match="unknown dtype 'I32'"):
+        load_quantized(path)
+
+
+def test_what_is_no_layer_is_not_saved(tmp_path: Path) -> None:
+    weights = make_inputs(QUANTIZED["mxfp4-gpt-oss"], 1).weights
+    path = tmp_path / "experts.safetensors"
+
+    for layers, message in (
+        (weights, "layers must be a Mapping, got QuantizedWeights"),
+        ({1: weights}, "the name of a layer must be a str, got int"),
+        ({"a": weights.gate_up}, r"layers\['a'\] must be a QuantizedWeights"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            save_quantized(layers, path)
+
+    assert not list(tmp_path.iterdir())
 
 
 def test_names_of_layers_may_begin_alike(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Numbers to codes and back, elementwise: E2M1 two in a byte, E4M3, E8M0."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,19 @@ _E8M0_LARGEST = 254
 # fp32 bits of 2**-127 and of NaN, which are no shifted exponent.
 _BITS_OF_DENORMAL = 0x00400000
 _BITS_OF_NAN = 0x7FC00000
+
+
+def together(join: Callable[[list[Tensor]], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """Return ``join`` of tensors of one dtype (``torch.stack``, ``torch.cat``).
+
+    Autocast refuses to join 8-bit floats: they are joined as bytes.
+
+    Determinism: exact.
+    """
+    dtype = tensors[0].dtype
+    if dtype.itemsize > 1:
+        return join(list(tensors))
+    return join([tensor.view(torch.uint8) for tensor in tensors]).view(dtype)
 
 
 def decode_e2m1(packed: Tensor, columns: int) -> Tensor:

@@ -83,8 +83,11 @@ class QuantizedMatrix:
         """Return the matrices of some experts: views of a slice, copies of a list's."""
         return self.map(lambda tensor: tensor[experts])
 
+    @torch.no_grad()
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weights ``(E, N, K)`` in ``dtype``, contiguous; see ``samebits.formats``.
+
+        Formats are frozen: the result has no gradient, whatever the tensors require.
 
         Determinism: elementwise; one product in fp32, rounded once more to ``dtype``.
         """
@@ -113,11 +116,14 @@ class QuantizedMatrix:
             columns: Columns of a block, a divisor of the format's.
 
         Raises:
+            TypeError: A size is no int.
             ValueError: A size is no divisor, or the format has no other block.
 
         Determinism: exact.
         """
         held = self.format
+        for size in (rows, columns):
+            require_int("block", size, minimum=1)
         if held.block == (rows, columns):
             return self
         if held.rows % rows or held.columns % columns:

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from samebits.arguments import require_name, require_type
 from samebits.errors import must
-from samebits.formats.codes import E8M0_NAN, encode_e2m1, encode_e4m3, encode_e8m0
+from samebits.formats.codes import E8M0_NAN, encode_e2m1, encode_e4m3, encode_e8m0, together
 from samebits.formats.descriptor import WeightFormat
 from samebits.formats.matrix import QuantizedMatrix
 
@@ -77,16 +77,14 @@ def quantize_matrix(
     parts = [_one(matrix, weight_format, rule) for matrix in weight.detach()]
     if not parts:
         parts = [_one(weight.new_zeros(weight.shape[1:]), weight_format, rule)]
-    stacked = [None if part[0] is None else torch.stack(part) for part in zip(*parts, strict=True)]
-    values, scales, global_scale = (None if s is None else s[: weight.shape[0]] for s in stacked)
-    assert values is not None
-    assert scales is not None
+    experts = slice(weight.shape[0])
+    wholes = [part[2] for part in parts if part[2] is not None]
     return QuantizedMatrix(
         format=weight_format,
         columns=weight.shape[2],
-        values=values,
-        scales=scales,
-        global_scale=global_scale,
+        values=together(torch.stack, [part[0] for part in parts])[experts],
+        scales=together(torch.stack, [part[1] for part in parts])[experts],
+        global_scale=torch.stack(wholes)[experts] if wholes else None,
     )
 
 
@@ -129,7 +127,8 @@ def _scales(
         factors = torch.ldexp(torch.ones_like(largest), exponent)
         scales = torch.where(broken, E8M0_NAN, encode_e8m0(exponent))
         return scales.to(torch.uint8), factors, None
-    whole = largest.amax() / (held.value.largest * 448.0)
+    # No rows have no largest weight.
+    whole = pad(largest.flatten(), (0, 1)).amax() / (held.value.largest * 448.0)
     whole = torch.where(whole > 0, whole.clamp(min=_TINY), 1.0)
     factors = (largest / held.value.largest / whole).clamp(min=_LEAST_E4M3)
     factors = torch.where(empty, 1.0, factors)

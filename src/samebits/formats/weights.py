@@ -9,6 +9,7 @@ from torch import Tensor
 
 from samebits.arguments import require_type
 from samebits.errors import must
+from samebits.formats.codes import together
 from samebits.formats.descriptor import FormatPair, WeightFormat
 from samebits.formats.matrix import QuantizedMatrix
 from samebits.formats.packing import ScaleRule, quantize_matrix
@@ -116,7 +117,11 @@ class QuantizedWeights:
             raise ValueError(must("layout", "be Layout() where there is no up part", layout.key))
 
         def reordered(tensor: Tensor) -> Tensor:
-            return merge_gate_up(*split_gate_up(tensor, self.layout, 1), layout, 1)
+            def merged(parts: list[Tensor]) -> Tensor:
+                gate, up = parts
+                return merge_gate_up(gate, up, layout, 1)
+
+            return together(merged, split_gate_up(tensor, self.layout, 1))
 
         held = self.gate_up.refine(1, self.gate_up.format.columns)
         gate_up = replace(held, values=reordered(held.values), scales=reordered(held.scales))

@@ -75,6 +75,19 @@ def test_bits_of_the_layer_of_the_dequantised_weights(name):
     assert fp8.NOTE in row.note
 
 
+def test_scales_of_16_bits_are_widened():
+    """Qwen's FP8 checkpoints keep them in bf16."""
+    module = build()
+    module.gate_up_proj_scale_inv.data = module.gate_up_proj_scale_inv.data.bfloat16()
+
+    matrix = fp8.matrix_of(module, "gate_up_proj")
+
+    assert_bitwise_equal(matrix.dequantize(torch.bfloat16), theirs(module).gate_up)
+    module.gate_up_proj_scale_inv.data = module.gate_up_proj_scale_inv.data.double()
+    with pytest.raises(UnsupportedError, match="float8_e4m3fn with .*float64 scales"):
+        fp8.matrix_of(module, "gate_up_proj")
+
+
 @pytest.mark.parametrize("name", [n for n in MODULES if n != "ragged"])
 def test_weights_are_those_that_transformers_dequantises(name):
     module = build(**MODULES[name])

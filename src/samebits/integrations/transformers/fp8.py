@@ -8,6 +8,7 @@ transformers                   samebits
 ``gate_up_proj`` int8          MXFP4, ``block_size`` has no meaning
 ``*_scale_inv`` fp32           scales as they are
 ``*_scale_inv`` E8M0           widened to fp32 for FP8, as they are for MXFP4
+``*_scale_inv`` bf16, fp16     widened to fp32
 ``activation_scheme``          "dynamic": x and h are **not** quantised here; "static": refused
 ``_apply_gate``, ``act_fn``    ``Activation``, by probing, as for any class
 =============================  ===============================================================
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from samebits.errors import UnsupportedError
 from samebits.formats import MXFP4, QuantizedMatrix, QuantizedWeights, WeightFormat
-from samebits.formats.codes import decode_e8m0
+from samebits.formats.loading import fp32_scales
 from samebits.integrations.transformers.translation import Translation
 
 SCALE = "_scale_inv"
@@ -85,10 +86,9 @@ def matrix_of(module: Any, name: str) -> QuantizedMatrix:
             values=values.view(torch.uint8),
             scales=scales.view(torch.uint8),
         )
-    if values.dtype != torch.float8_e4m3fn or scales.dtype not in (torch.float32, _E8M0):
-        raise UnsupportedError(f"its {name} is {values.dtype} with {scales.dtype} scales")
-    if scales.dtype == _E8M0:
-        scales = decode_e8m0(scales.view(torch.uint8))
+    stored, scales = scales.dtype, fp32_scales(scales)
+    if values.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32:
+        raise UnsupportedError(f"its {name} is {values.dtype} with {stored} scales")
     parts = 2 if name == "gate_up_proj" else 1
     rows, apart = _rows(module.block_size, values, scales, parts)
     columns = values.shape[2] if module.block_size is None else int(module.block_size[1])

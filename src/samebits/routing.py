@@ -118,6 +118,16 @@ class Routing:
         return Routing(topk_ids, topk_probs, logits.shape[1])
 
 
+def require_ids(topk_ids: Tensor, num_experts: int) -> None:
+    """Raise ``ValueError`` for an id that is no expert, where looking costs no device sync."""
+    if topk_ids.device.type != "cpu" or topk_ids.numel() == 0:
+        return
+    low, high = (int(v) for v in topk_ids.aminmax())
+    if low < -1 or high > num_experts:
+        rule = f"be in [0, N) with N = {num_experts}, or -1 or N for a dropped slot"
+        raise ValueError(must("topk_ids", rule, low if low < -1 else high))
+
+
 def _check_choice(topk_ids: Tensor, logits: Tensor, rule: RoutingRule) -> None:
     require_type("topk_ids", topk_ids, Tensor)
     if topk_ids.dtype not in _INDICES:

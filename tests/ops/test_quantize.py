@@ -214,6 +214,86 @@ def test_layer_refuses_what_it_has_not() -> None:
         w8a8_experts(inputs.x, inputs.routing, bare, GPT_OSS, row_format=MXFP8)
 
 
+def test_layer_refuses_what_a_layer_refuses() -> None:
+    """Ids out of range were dropped, missing tokens left out."""
+    problem = replace(WHOLE, grad=False)
+    inputs = make_inputs(problem, 4)
+    weights, routing = _quantised(inputs, FP8), inputs.routing
+    ids, probs = routing.topk_ids, routing.topk_probs
+
+    def layer(x=inputs.x, routing=routing, activation=GPT_OSS, row_format=ROWS_FP8):
+        return w8a8_experts(x, routing, weights, activation, row_format=row_format)
+
+    for changed, message in (
+        (
+            {"routing": Routing(ids * 0 + 6, probs)},
+            r"topk_ids must be in \[0, N\) with N = 5, .* 6",
+        ),
+        ({"routing": Routing(ids * 0 - 2, probs)}, r"topk_ids must be in \[0, N\) .* got -2"),
+        ({"routing": Routing(ids[:3], probs[:3])}, r"topk_ids must have shape \(4, K\)"),
+        ({"routing": Routing(ids[:, :0], probs[:, :0])}, r"topk_ids must have shape \(4, K\)"),
+        ({"routing": Routing(ids.clamp(max=2), probs, 3)}, "num_experts must be at least E = 5"),
+        ({"x": inputs.x[0]}, r"x must be .* got torch.bfloat16 of shape \(320,\)"),
+        ({"activation": Activation(kind="relu", gated=False)}, r"gate_up must have 1 \* F = 192"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(**changed)
+    for changed, message in (
+        ({"x": None}, "x must be a Tensor"),
+        ({"routing": ids}, "routing must be a Routing"),
+        ({"activation": "silu"}, "activation must be an Activation"),
+        ({"row_format": "mxfp8"}, "row_format must be a WeightFormat"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            layer(**changed)
+    # A model of more experts than are held here.
+    more = layer(routing=Routing(torch.where(ids == 0, 7, ids), probs, 9))
+    assert_bitwise_equal(more, layer(routing=Routing(torch.where(ids == 0, -1, ids), probs)))
+
+
+@pytest.mark.parametrize(("row_format", "weight_format"), [(MXFP8, MXFP8), (MXFP8, MXFP4)], ids=str)
+def test_layer_under_autocast_is_the_layer(
+    row_format: WeightFormat, weight_format: WeightFormat
+) -> None:
+    inputs = make_inputs(replace(WHOLE, grad=False), 4)
+    weights = _quantised(inputs, weight_format)
+
+    def layer() -> Tensor:
+        return w8a8_experts(inputs.x, inputs.routing, weights, GPT_OSS, row_format=row_format)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        within = layer()
+
+    assert_bitwise_equal(within, layer())
+
+
+def test_products_are_of_one_matrix_each() -> None:
+    rows, weight = torch.randn(2, 3, 128), quantize_matrix(torch.randn(2, 4, 128), FP8)
+
+    with pytest.raises(
+        ValueError, match=r"rows must be one matrix, \(1, R, K\), got \(2, 3, 128\)"
+    ):
+        scaled_product(quantize_matrix(rows, ROWS_FP8), weight, 0)
+    for expert in (-1, 2):
+        with pytest.raises(ValueError, match=rf"expert must be in \[0, 2\), got {expert}"):
+            scaled_product(quantize_rows(rows[0], ROWS_FP8), weight, expert)
+
+
+def test_bad_offsets_and_tiles_are_refused() -> None:
+    scales = torch.ones(6, 3, dtype=torch.uint8)
+
+    for bounds in ([0, 4, 3], [1, 6], []):
+        with pytest.raises(ValueError, match="offsets must ascend from 0 on"):
+            swizzle_scales(scales, torch.tensor(bounds, dtype=torch.int64))
+    with pytest.raises(ValueError, match="offsets must end at R = 6 or before, got 9"):
+        swizzle_scales(scales, torch.tensor([0, 9]))
+    with pytest.raises(TypeError, match=r"offsets must be int32 or int64, got torch\.float32"):
+        swizzle_scales(scales, torch.tensor([0.0, 6.0]))
+    for rows, columns in ((129, 3), (6, 5)):
+        with pytest.raises(ValueError, match=r"swizzled must have shape .*, got \(128, 4\)"):
+            unswizzle_scales(swizzle_scales(scales), rows, columns)
+
+
 def test_tiles_of_scales_are_where_the_page_says() -> None:
     scales = torch.randint(0, 255, (300, 9), dtype=torch.uint8)
 

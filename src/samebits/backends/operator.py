@@ -16,8 +16,8 @@ from samebits.autograd import laid_out
 from samebits.backends import choose, passes
 from samebits.backends.call import DIFFERENTIABLE, INPUTS, PARAMETERS, Call, Gradients
 from samebits.backends.options import Options
-from samebits.errors import must
 from samebits.problem import DTYPE_NAMES, Problem
+from samebits.routing import require_ids
 from samebits.weight_gradients import Buffer
 
 
@@ -110,14 +110,9 @@ torch.library.define(
 def check_ids(call: Call, num_experts: int) -> None:
     """Raise ``ValueError`` for an id that is no expert, where looking costs no device sync."""
     ids = call.topk_ids
-    if ids.device.type != "cpu" or ids.numel() == 0:
-        return
-    if call.num_valid_tokens is not None:
+    if call.num_valid_tokens is not None and ids.device.type == "cpu":
         ids = ids[: max(0, int(call.num_valid_tokens))]
-    low, high = (int(v) for v in ids.aminmax()) if ids.numel() else (0, 0)
-    if low < -1 or high > num_experts:
-        rule = f"be in [0, N) with N = {num_experts}, or -1 or N for a dropped slot"
-        raise ValueError(must("topk_ids", rule, low if low < -1 else high))
+    require_ids(ids, num_experts)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

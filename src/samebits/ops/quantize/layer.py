@@ -16,7 +16,7 @@ from samebits.ops.quantize.reference import (
     scaled_product,
 )
 from samebits.problem import ProbPlacement
-from samebits.routing import Permutation, Routing
+from samebits.routing import Permutation, Routing, require_ids
 
 _PLAIN = Activation()
 
@@ -37,7 +37,8 @@ def w8a8_experts(
     Args:
         x: ``(T, H)`` in the dtype that the weights stand for.
         routing: Experts and probabilities of each token.
-        weights: FP8 in blocks of 128 columns with ``ROWS_FP8``, MXFP8 with ``MXFP8``.
+        weights: FP8 in blocks of 128 columns with ``ROWS_FP8``, MXFP8 or MXFP4 with ``MXFP8``.
+            They are experts 0 … E - 1 of the routing's N.
         activation: The function between the projections.
         row_format: Of x and h.
         placement: Where the probability is multiplied in.
@@ -47,18 +48,15 @@ def w8a8_experts(
         ``(T, H)`` in the dtype of ``x``, without a gradient.
 
     Raises:
-        TypeError: ``weights`` are not quantised.
-        ValueError: Shapes, dtypes or formats do not go together.
+        TypeError: An argument has the wrong type; ``weights`` that are not quantised too.
+        ValueError: Shapes, dtypes, devices or formats do not go together, or an id is no expert.
         UnsupportedError: The weights have a post-expert norm, or stand for fp64.
 
     Determinism: repeatable; with fp32 scales each row is independent of the others.
     """
-    require_type("weights", weights, QuantizedWeights)
+    _check(x, routing, weights, activation)
     if weights.norm is not None or weights.dtype == torch.float64:
         raise UnsupportedError("w8a8_experts has neither a post-expert norm nor fp64")
-    if x.dim() != 2 or x.dtype != weights.dtype or x.shape[1] != weights.gate_up.columns:
-        rule = f"be {weights.dtype} of shape (T, {weights.gate_up.columns})"
-        raise ValueError(must("x", rule, f"{x.dtype} of shape {tuple(x.shape)}"))
     placement = ProbPlacement(placement)
     experts, topk = weights.down.shape[0], routing.topk_ids.shape[1]
     permutation = Permutation.of(routing.topk_ids, experts)
@@ -89,6 +87,31 @@ def w8a8_experts(
             y = y * by_row[span, None]
         out.index_add_(0, permutation.slots[span] // topk, y)
     return out.to(x.dtype)
+
+
+def _check(x: Tensor, routing: Routing, weights: QuantizedWeights, activation: Activation) -> None:
+    """Raise unless the arguments are a layer, by the rules of ``samebits.experts``."""
+    require_type("x", x, Tensor)
+    require_type("routing", routing, Routing)
+    require_type("weights", weights, QuantizedWeights)
+    require_type("activation", activation, Activation)
+    experts, hidden, columns = weights.down.shape
+    expected = f"{weights.dtype} of shape (T, {hidden}) on {weights.gate_up.device}"
+    shape = f"(T, {x.shape[1]})" if x.dim() == 2 else str(tuple(x.shape))
+    actual = f"{x.dtype} of shape {shape} on {x.device}"
+    if actual != expected:
+        raise ValueError(must("x", f"be {expected}", actual))
+    ids = routing.topk_ids
+    if ids.shape[0] != x.shape[0] or ids.shape[1] < 1 or ids.device != x.device:
+        rule = f"have shape ({x.shape[0]}, K), K >= 1, on {x.device}"
+        raise ValueError(must("topk_ids", rule, f"{tuple(ids.shape)} on {ids.device}"))
+    if weights.gate_up.shape[1] != activation.columns * columns:
+        rule = f"have {activation.columns} * F = {activation.columns * columns} rows"
+        raise ValueError(must("gate_up", rule, weights.gate_up.shape[1]))
+    num_experts = experts if routing.num_experts is None else routing.num_experts
+    if num_experts < experts:
+        raise ValueError(must("num_experts", f"be at least E = {experts}", num_experts))
+    require_ids(ids, num_experts)
 
 
 def _rows_of(rows: QuantizedMatrix, span: slice) -> QuantizedMatrix:

@@ -1,10 +1,14 @@
 """See ``samebits.ops.quantize``; torch only, on any device."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
+from torch.amp import is_autocast_available as _has_autocast
 
 from samebits import activation as act
 from samebits.activation import Activation
+from samebits.arguments import require_type
 from samebits.errors import must
 from samebits.formats.descriptor import WeightFormat
 from samebits.formats.matrix import QuantizedMatrix
@@ -72,10 +76,12 @@ def quantize_rows(
     """Return rows of activations ``(R, C)`` in a format, ``(1, R, C)``.
 
     Raises:
+        TypeError: ``row_format`` is no format.
         ValueError: The format is none of rows.
 
     Determinism: exact; a row depends on itself only.
     """
+    require_type("row_format", row_format, WeightFormat)
     if row_format.rows != 1 or row_format.values != "e4m3":
         raise ValueError(must("row_format", "be fp8_1x128 or mxfp8", row_format))
     return quantize_matrix(rows[None], row_format, scale_rule)
@@ -101,7 +107,7 @@ def scaled_product(
         addend: ``(R, N)`` or ``(N,)`` fp32: a bias.
 
     Raises:
-        ValueError: The formats do not go together.
+        ValueError: The formats do not go together, or there is no such matrix.
 
     Determinism: with fp32 scales exact, hence independent of other rows; otherwise torch's product.
     """
@@ -109,9 +115,17 @@ def scaled_product(
     if (a.scales, a.columns) != (w.scales, w.columns) or weight.columns != rows.columns:
         rule = f"have the blocks of the rows ({a}, K = {rows.columns})"
         raise ValueError(must("weight", rule, f"{w}, K = {weight.columns}"))
+    if rows.shape[0] != 1:
+        raise ValueError(must("rows", "be one matrix, (1, R, K)", rows.shape))
+    if not 0 <= expert < weight.shape[0]:
+        raise ValueError(must("expert", f"be in [0, {weight.shape[0]})", expert))
     if a.scales == "e8m0":
         only = weight.select([expert]).dequantize(torch.float32)[0]
-        total = rows.dequantize(torch.float32)[0] @ only.T
+        numbers = rows.dequantize(torch.float32)[0]
+        device = numbers.device.type
+        # Autocast would narrow the fp32 product.
+        with torch.autocast(device, enabled=False) if _has_autocast(device) else nullcontext():
+            total = numbers @ only.T
         return total if addend is None else total + addend
     # Products of two E4M3 numbers and sums of 128 of them are exact in fp64, in any order.
     left, right = rows.values[0].double(), weight.values[expert].double()

@@ -8,6 +8,7 @@ Rows and columns that a tile has too many are padding: 0, and never read back.
 import torch
 from torch import Tensor
 
+from samebits.arguments import require_type
 from samebits.errors import must
 
 ROWS, COLUMNS = 128, 4
@@ -26,25 +27,24 @@ def swizzle_scales(scales: Tensor, offsets: Tensor | None = None) -> Tensor:
         ``(tiles of rows * 128, tiles of columns * 4)``, contiguous, same dtype.
 
     Raises:
-        TypeError: ``scales`` are not one byte each.
-        ValueError: ``scales`` have not two dimensions.
+        TypeError: ``scales`` are not one byte each, or ``offsets`` no integers.
+        ValueError: ``scales`` have not two dimensions, or ``offsets`` do not ascend from 0 to at
+            most R.
 
     Determinism: exact.
     """
+    require_type("scales", scales, Tensor)
     if scales.element_size() != 1:
         raise TypeError(must("scales", "be uint8 or float8_e8m0fnu", scales.dtype))
     if scales.dim() != 2:
         raise ValueError(must("scales", "have shape (R, C)", tuple(scales.shape)))
     place = _places(scales.shape[0], offsets, scales.device)
-    experts = 1 if offsets is None else offsets.shape[0] - 1
-    room = scales.shape[0] + (ROWS - 1) * experts
-    rows = -(-room // ROWS) if offsets is not None else -(-scales.shape[0] // ROWS)
-    columns = -(-scales.shape[1] // COLUMNS)
-    padded = torch.zeros(rows * ROWS, columns * COLUMNS, dtype=torch.uint8, device=scales.device)
+    shape = _padded(scales.shape[0], scales.shape[1], offsets)
+    padded = torch.zeros(shape, dtype=torch.uint8, device=scales.device)
     live = slice(None) if offsets is None else slice(0, len(place))
     padded[place, : scales.shape[1]] = scales[live].view(torch.uint8)
-    tiles = padded.view(rows, 4, 32, columns, COLUMNS).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(padded.shape).view(scales.dtype)
+    tiles = padded.view(-1, 4, 32, shape[1] // COLUMNS, COLUMNS).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(shape).view(scales.dtype)
 
 
 def unswizzle_scales(
@@ -58,25 +58,49 @@ def unswizzle_scales(
         columns: C.
         offsets: Those that it was given.
 
+    Raises:
+        TypeError: ``swizzled`` is not one byte each, or ``offsets`` are no integers.
+        ValueError: ``swizzled`` has another shape than these scales have in tiles, or ``offsets``
+            do not ascend from 0 to at most R.
+
     Determinism: exact.
     """
+    require_type("swizzled", swizzled, Tensor)
+    place = _places(rows, offsets, swizzled.device)
+    shape = _padded(rows, columns, offsets)
+    if tuple(swizzled.shape) != shape:
+        rule = f"have shape {shape} for ({rows}, {columns}) scales"
+        raise ValueError(must("swizzled", rule, tuple(swizzled.shape)))
     tiles = swizzled.view(torch.uint8).reshape(
         swizzled.shape[0] // ROWS, swizzled.shape[1] // COLUMNS, 32, 4, COLUMNS
     )
     padded = tiles.permute(0, 3, 2, 1, 4).reshape(swizzled.shape)
-    place = _places(rows, offsets, swizzled.device)
     scales = torch.zeros(rows, columns, dtype=torch.uint8, device=swizzled.device)
     scales[: len(place)] = padded[place, :columns]
     return scales.view(swizzled.dtype)
+
+
+def _padded(rows: int, columns: int, offsets: Tensor | None) -> tuple[int, int]:
+    """Return the shape of scales in tiles."""
+    room = rows if offsets is None else rows + (ROWS - 1) * (offsets.shape[0] - 1)
+    return -(-room // ROWS) * ROWS, -(-columns // COLUMNS) * COLUMNS
 
 
 def _places(rows: int, offsets: Tensor | None, device: torch.device) -> Tensor:
     """Return the row of the padded scales for each row that belongs to an expert."""
     if offsets is None:
         return torch.arange(rows, device=device)
+    require_type("offsets", offsets, Tensor)
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(must("offsets", "be int32 or int64", offsets.dtype))
+    bounds = offsets.tolist()
+    if offsets.dim() != 1 or not bounds or bounds[0] != 0 or bounds != sorted(bounds):
+        raise ValueError(must("offsets", "ascend from 0 on", bounds))
+    if bounds[-1] > rows:
+        raise ValueError(must("offsets", f"end at R = {rows} or before", bounds[-1]))
     counts = offsets.diff().long()
     tiles = (counts + ROWS - 1) // ROWS * ROWS
     starts = tiles.cumsum(0) - tiles
-    index = torch.arange(int(offsets[-1]), device=device)
+    index = torch.arange(bounds[-1], device=device)
     expert = torch.searchsorted(offsets[1:].contiguous(), index.to(offsets.dtype), right=True)
     return starts[expert] + index - offsets[expert]

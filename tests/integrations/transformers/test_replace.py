@@ -1,6 +1,7 @@
 """Experts that transformers' interface does not reach, held to their own code."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -214,7 +215,71 @@ def test_a_gate_that_is_not_known_changes_nothing() -> None:
 def test_a_model_without_such_experts_is_named() -> None:
     with pytest.raises(ValueError, match=r"model must hold one of Llama4TextMoe, .* got ReLU"):
         replace_experts(nn.ReLU())
-    module = _module("step")
+
+
+def test_what_is_replaced_already_is_left() -> None:
+    module = nn.Sequential(_module("step"), _module("dbrx"))
+    first = replace_experts(module[0])
+
+    assert replace_experts(module) == ("1",)
+    assert replace_experts(module) == ()
+    first.remove()
+    assert replace_experts(module) == ("0",)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_limit_or_a_function_that_changes_is_read_again(compiled: bool) -> None:
+    torch.compiler.reset()
+    module, arguments = _module("step"), _arguments("step")
+    theirs = copy.deepcopy(module)
     replace_experts(module)
-    with pytest.raises(ValueError, match="model must hold one of"):
-        replace_experts(module)
+    forward = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
+    forward(*arguments)
+
+    for name, value in {"limit": 0.125, "act_fn": ACT2FN["gelu"]}.items():
+        setattr(module, name, value)
+        setattr(theirs, name, value)
+        if compiled:
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="a gate has changed"):
+                forward(*arguments)
+            module(*arguments)
+        assert relative_error(forward(*arguments), theirs(*arguments)) < 2.0**-20
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_it_compiles_into_one_graph(name: str) -> None:
+    torch.compiler.reset()
+    module, arguments = _module(name), _arguments(name)
+    replace_experts(module)
+
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+
+    assert_bitwise_equal(_run(compiled, arguments)[0], _run(module, arguments)[0])
+
+
+def test_a_pickle_is_replaced_too() -> None:
+    module, arguments = _module("llama4"), _arguments("llama4")
+    replace_experts(module)
+
+    loaded = pickle.loads(pickle.dumps(module))
+
+    assert type(loaded) is type(module)
+    assert_bitwise_equal(_run(loaded, arguments)[0], _run(module, arguments)[0])
+
+
+def test_a_class_that_came_on_top_is_left_alone() -> None:
+    """What ``fully_shard`` does to a module's class."""
+    module, arguments = _module("step"), _arguments("step")
+    replaced = replace_experts(module)
+    before, _ = _run(module, arguments)
+
+    module.__class__ = type("FSDPStep3p7Experts", (type(module),), {})
+    assert_bitwise_equal(_run(module, arguments)[0], before)
+    with pytest.raises(UnsupportedError, match="FSDPStep3p7Experts is a class that came after"):
+        replaced.remove()
+    assert type(module).__name__ == "FSDPStep3p7Experts"
+
+    other = _module("step")
+    other.__class__ = type("FSDPStep3p7Experts", (type(other),), {})
+    with pytest.raises(UnsupportedError, match="call replace_experts before fully_shard"):
+        replace_experts(other)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from samebits.activation import Activation
-from samebits.errors import must
+from samebits.errors import UnsupportedError, must
 from samebits.experts import experts
 from samebits.integrations.transformers import gate
 from samebits.nn.sums import Parts, add_parts
@@ -30,15 +30,31 @@ from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 from samebits.weights import ExpertWeights, Layout
 
-# Where the activation of a replaced module is kept, like ``translation.ATTRIBUTE``.
-_ACTIVATION = "_samebits_activation"
+# Where the gate of a replaced module is kept, like ``translation.ATTRIBUTE``.
+_GATE = "_samebits_gate"
+# Of every class of the table; torch.compile does not trace a dataclass's default.
+_LAYOUT = Layout()
+# Attribute of a class that replaces another: that other one.
+_OWN = "_samebits_own_class"
+# (module) -> the function that its gate calls, and the number that it reads, None where none.
+_Sources = Callable[[Any], tuple[Any, float | None]]
+
+
+class _Gate(NamedTuple):
+    """What the gate of a module computes, and what this was read from."""
+
+    activation: Activation
+    function: Any
+    # As text: a float that is held may go stale in a compiled graph.
+    number: str | None
 
 
 class _Replacement(NamedTuple):
     """How one class is replaced."""
 
-    # (module) -> gate function of the whole first projection, and the numbers that it reads.
-    gate: Callable[[Any], tuple[Callable[[Tensor], Tensor], list[float]]]
+    # (module) -> gate function of the whole first projection.
+    gate: Callable[[Any], Callable[[Tensor], Tensor]]
+    sources: _Sources
     # The new forward, with the arguments of the old one.
     forward: Callable[..., Any]
 
@@ -56,8 +72,21 @@ def _wide(probs: Tensor) -> Tensor:
 
 
 def _activation(module: nn.Module) -> Activation:
-    activation: Activation = getattr(module, _ACTIVATION)
-    return activation
+    """Return the activation; it is read again where what the gate is made of has changed."""
+    held: _Gate = getattr(module, _GATE)
+    function, number = _replacement(module).sources(module)
+    text = held.number
+    if function is not held.function or (text is not None and number != float(text)):
+        if torch.compiler.is_compiling():
+            raise RuntimeError("a gate has changed: call the module once without compilation")
+        held = _read(module, "")
+        setattr(module, _GATE, held)
+    return held.activation
+
+
+def _replacement(module: nn.Module) -> _Replacement:
+    own: type[nn.Module] = getattr(module, _OWN, type(module))
+    return REPLACEMENTS[own.__name__]
 
 
 def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,6 +96,7 @@ def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     weights = ExpertWeights(
         gate_up=self.experts.gate_up_proj.transpose(1, 2),
         down=self.experts.down_proj.transpose(1, 2),
+        layout=_LAYOUT,
     )
     routed = experts(
         x,
@@ -80,7 +110,7 @@ def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _step(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    weights = ExpertWeights(gate_up=self.gate_up_proj, down=self.down_proj)
+    weights = ExpertWeights(gate_up=self.gate_up_proj, down=self.down_proj, layout=_LAYOUT)
     routing = Routing(top_k_index, _wide(top_k_weights))
     return experts(hidden_states, routing, weights, _activation(self))
 
@@ -89,7 +119,9 @@ def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
     number, columns, hidden = self.num_experts, self.ffn_hidden_size, self.hidden_size
     parts = (self.mlp.w1, self.mlp.v1, self.mlp.w2)
     gate_part, up, down = (p.view(number, columns, hidden) for p in parts)
-    weights = ExpertWeights(gate_up=torch.cat([gate_part, up], 1), down=down.transpose(1, 2))
+    weights = ExpertWeights(
+        gate_up=torch.cat([gate_part, up], 1), down=down.transpose(1, 2), layout=_LAYOUT
+    )
     x = hidden_states.reshape(-1, hidden)
     out = experts(x, Routing(top_k_index, _wide(top_k_weights)), weights, _activation(self))
     return out.view(hidden_states.shape[0], -1, hidden)
@@ -101,7 +133,7 @@ def _longcat(
     real, total, dtype = self.num_routed_experts, self.total_experts, hidden_states.dtype
     probs = _wide(top_k_weights)
     # Rows of gate_up_proj behind the real experts exist, and are never used.
-    weights = ExpertWeights(gate_up=self.gate_up_proj[:real], down=self.down_proj)
+    weights = ExpertWeights(gate_up=self.gate_up_proj[:real], down=self.down_proj, layout=_LAYOUT)
     own = torch.where(top_k_index < real, top_k_index, -1)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     out = experts(hidden_states, Routing(own, probs), weights, _activation(self), out_dtype=wide)
@@ -114,18 +146,29 @@ def _jetmoe(self: Any, layer_input: Tensor) -> Tensor:
     logits = self.router.layer(x).float()
     chosen, ids = logits.topk(self.router.top_k, 1)
     probs = torch.softmax(chosen, 1).type_as(x)
-    weights = ExpertWeights(gate_up=self.input_linear.weight, down=self.output_linear.weight)
+    weights = ExpertWeights(
+        gate_up=self.input_linear.weight, down=self.output_linear.weight, layout=_LAYOUT
+    )
     out = experts(x, Routing(ids, _wide(probs)), weights, _activation(self))
     total: Tensor = out.view(layer_input.shape) + self.bias
     return total
 
 
+def _plain(function: Callable[[Any], Any], forward: Callable[..., Any]) -> _Replacement:
+    """Return how a class is replaced whose gate is a function of the first half."""
+    return _Replacement(
+        lambda module: _halves(function(module)), lambda module: (function(module), None), forward
+    )
+
+
 REPLACEMENTS: dict[str, _Replacement] = {
-    "Llama4TextMoe": _Replacement(lambda module: (_halves(module.experts.act_fn), []), _llama4),
-    "Step3p7Experts": _Replacement(lambda module: (module._apply_gate, [module.limit]), _step),
-    "DbrxExperts": _Replacement(lambda module: (_halves(module.mlp.activation_fn), []), _dbrx),
-    "LongcatFlashExperts": _Replacement(lambda module: (_halves(module.act_fn), []), _longcat),
-    "JetMoeMoE": _Replacement(lambda module: (_halves(module.activation), []), _jetmoe),
+    "Llama4TextMoe": _plain(lambda module: module.experts.act_fn, _llama4),
+    "Step3p7Experts": _Replacement(
+        lambda module: module._apply_gate, lambda module: (module.act_fn, module.limit), _step
+    ),
+    "DbrxExperts": _plain(lambda module: module.mlp.activation_fn, _dbrx),
+    "LongcatFlashExperts": _plain(lambda module: module.act_fn, _longcat),
+    "JetMoeMoE": _plain(lambda module: module.activation, _jetmoe),
 }
 
 
@@ -138,12 +181,18 @@ class Replaced(tuple[str, ...]):
     _modules: tuple[nn.Module, ...] = ()
 
     def remove(self) -> None:
-        """Give the modules their own classes back; their parameters stay as they are."""
-        for module in self._modules:
-            kind = type(module)
-            if getattr(kind, "_samebits_replaced", False):
-                module.__class__ = kind.__mro__[1]
-                vars(module).pop(_ACTIVATION, None)
+        """Give the modules their own classes back; their parameters stay as they are.
+
+        Raises:
+            UnsupportedError: A module got another class since (``fully_shard``); none is changed.
+        """
+        held = [module for module in self._modules if hasattr(module, _OWN)]
+        for module in held:
+            if type(module) not in _SUBCLASSES.values():
+                raise UnsupportedError(f"{type(module).__name__} is a class that came after ours")
+        for module in held:
+            module.__class__ = getattr(module, _OWN)
+            vars(module).pop(_GATE, None)
         self._modules = ()
 
 
@@ -151,6 +200,7 @@ def replace_experts(model: nn.Module) -> Replaced:
     """Make every module of ``model`` whose class is in the table above compute with this library.
 
     Where one gate cannot be read nothing is changed. Modules that are replaced already are left.
+    Call it before ``fully_shard``, which gives modules a class of its own.
 
     Args:
         model: A model, or one such module.
@@ -160,38 +210,64 @@ def replace_experts(model: nn.Module) -> Replaced:
 
     Raises:
         ValueError: The model holds no such module.
-        UnsupportedError: A gate is none of this library's; the message says whose.
+        UnsupportedError: A gate is none of this library's, or a module's class is derived from one
+            in the table; the message says whose.
 
     Determinism: see ``samebits.experts``.
     """
-    found = {
+    known = {
         path: module
         for path, module in model.named_modules()
-        if type(module).__name__ in REPLACEMENTS
-        and type(module).__module__.startswith("transformers.")
-        and not getattr(type(module), "_samebits_replaced", False)
+        if any(_is_in_table(kind) for kind in type(module).__mro__)
     }
-    if not found:
+    found = {path: module for path, module in known.items() if not hasattr(module, _OWN)}
+    for path, module in found.items():
+        if not _is_in_table(type(module)):
+            raise UnsupportedError(
+                f"{type(module).__name__} ({path or 'the module itself'}) is derived from a class "
+                "that can be replaced\nhint: call replace_experts before fully_shard"
+            )
+    if not known:
         names = ", ".join(REPLACEMENTS)
         raise ValueError(must("model", f"hold one of {names}", type(model).__name__))
-    activations = {path: _read(module, path) for path, module in found.items()}
+    gates = {path: _read(module, path) for path, module in found.items()}
     for path, module in found.items():
-        setattr(module, _ACTIVATION, activations[path])
+        setattr(module, _GATE, gates[path])
         module.__class__ = _subclass(type(module))
     replaced = Replaced(found)
     replaced._modules = tuple(found.values())
     return replaced
 
 
-def _read(module: Any, path: str) -> Activation:
-    function, scalars = REPLACEMENTS[type(module).__name__].gate(module)
+def _is_in_table(kind: type) -> bool:
+    return kind.__name__ in REPLACEMENTS and kind.__module__.startswith("transformers.")
+
+
+def _read(module: Any, path: str) -> _Gate:
+    replacement = _replacement(module)
+    function, number = replacement.sources(module)
+    numbers = [] if number is None else [number]
     name = f"the gate of {type(module).__name__} ({path or 'the module itself'})"
-    return gate.identify(function, scalars, Layout(), gated=True, name=name)[0]
+    activation, _ = gate.identify(replacement.gate(module), numbers, _LAYOUT, gated=True, name=name)
+    return _Gate(activation, function, None if number is None else repr(number))
 
 
 def _subclass(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the one subclass of ``kind``: compiled code knows a module by its class."""
     if kind not in _SUBCLASSES:
-        members = {"forward": REPLACEMENTS[kind.__name__].forward, "_samebits_replaced": True}
+        forward = REPLACEMENTS[kind.__name__].forward
+        members = {"forward": forward, _OWN: kind, "__reduce_ex__": _reduce}
         _SUBCLASSES[kind] = type(kind.__name__, (kind,), members)
     return _SUBCLASSES[kind]
+
+
+def _reduce(self: nn.Module, protocol: int) -> Any:
+    """Pickle and copy by the own class: no module holds ours under its name."""
+    if type(self) not in _SUBCLASSES.values():
+        return object.__reduce_ex__(self, protocol)
+    return _blank, (getattr(self, _OWN),), vars(self)
+
+
+def _blank(kind: type[nn.Module]) -> nn.Module:
+    replaced = _subclass(kind)
+    return replaced.__new__(replaced)

@@ -22,6 +22,7 @@ from samebits import (
     experts,
     grouped_experts,
 )
+from samebits.formats import Parameters, WeightFormat, quantize
 from samebits.parallel import Capacity, Ranks, combine, dispatch, parallel_experts
 
 PARAMETERS = ("gate_up", "down", "gate_up_bias", "down_bias")
@@ -50,6 +51,8 @@ class Case:
     ids: str | int = "random"
     # Tokens of each rank that are valid; None means all, and gives no count.
     valid: tuple[int, ...] | None = None
+    # How the matrices are packed; they have no gradient then.
+    weight_format: WeightFormat | None = None
     # What has a gradient, on each rank; None means everything.
     wanted: tuple[tuple[str, ...], ...] | None = None
 
@@ -114,6 +117,12 @@ def weights_of(tensors: Tensors, layout: Layout = _HALVES) -> ExpertWeights:
     return ExpertWeights(**{n: tensors[n] for n in PARAMETERS}, layout=layout)
 
 
+def parameters_of(case: Case, tensors: Tensors, layout: Layout = _HALVES) -> Parameters:
+    """Return the weights, packed where the case says so: each expert is packed alone."""
+    weights = weights_of(tensors, layout)
+    return weights if case.weight_format is None else quantize(weights, case.weight_format)
+
+
 def found(tensors: Tensors, out: Tensor) -> Tensors:
     """Return the output and the gradients that there are."""
     grads = {n: t.grad for n, t in tensors.items() if t.grad is not None}
@@ -125,7 +134,7 @@ def one_rank(case: Case, given: Tensors, layout: Layout = _HALVES) -> Tensors:
     out = experts(
         tensors["x"],
         Routing(tensors["topk_ids"], tensors["topk_probs"]),
-        weights_of(tensors, layout),
+        parameters_of(case, tensors, layout),
         case.activation,
         placement=case.placement,
         backend=case.backend,
@@ -153,7 +162,7 @@ def over_ranks(case: Case, given: Tensors, ranks: Ranks) -> Tensors:
     out = parallel_experts(
         tensors["x"],
         Routing(tensors["topk_ids"], tensors["topk_probs"]),
-        weights_of(tensors),
+        parameters_of(case, tensors),
         case.activation,
         ranks=ranks,
         placement=case.placement,

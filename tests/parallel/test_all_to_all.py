@@ -19,6 +19,7 @@ from rank_programs import (
     without_experts,
 )
 from samebits import Activation, ProbPlacement
+from samebits.formats import FP8, MXFP4, NVFP4
 from samebits.parallel import Capacity, Ranks, expert_bounds
 
 pytestmark = pytest.mark.distributed
@@ -68,6 +69,24 @@ def test_ranks_without_experts_and_one_expert_for_all(two_ranks: Processes) -> N
         Case(tokens=(5, 6), bounds=bounds, placement=placement, capacity=capacity, ids=ids)
         for bounds, (placement, capacity), ids in product(
             [(0, 0, 4), (0, 4, 4)], [(FC1, None), (FC2, 18), (OUT, None)], ["random", 1]
+        )
+    ]
+
+    assert nothing(two_ranks.run(same_bits, cases))
+
+
+def test_quantised_experts(two_ranks: Processes) -> None:
+    cases = [
+        Case(
+            tokens=(5, 6),
+            bounds=bounds,
+            placement=placement,
+            capacity=capacity,
+            dtype=torch.bfloat16,
+            weight_format=weight_format,
+        )
+        for weight_format, (bounds, placement, capacity) in product(
+            [FP8, MXFP4, NVFP4], [(UNEVEN, FC1, None), ((0, 0, 4), FC2, 18), (EVEN, OUT, None)]
         )
     ]
 

@@ -4,7 +4,7 @@ from rank_processes import Processes
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="needs transformers 5.24")
 
-from transformers_programs import cut, own_batches, shared_batch
+from transformers_programs import cut, own_batches, packing_is_refused, quantised, shared_batch
 
 pytestmark = pytest.mark.distributed
 
@@ -23,6 +23,15 @@ def test_own_batches_have_the_bits_of_one_rank(two_ranks: Processes, name: str) 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 def test_a_shared_batch_has_the_bits_of_one_rank(two_ranks: Processes, name: str) -> None:
     assert nothing(two_ranks.run(shared_batch, name, "samebits"))
+
+
+def test_quantised_experts_have_the_bits_of_one_rank(two_ranks: Processes) -> None:
+    assert nothing(two_ranks.run(quantised))
+
+
+def test_experts_that_are_spread_are_not_packed(two_ranks: Processes) -> None:
+    for message in two_ranks.run(packing_is_refused):
+        assert message.startswith("gate_up_proj of the module is a DTensor")
 
 
 @pytest.mark.parametrize("how", ["all_to_all", "all_reduce"])

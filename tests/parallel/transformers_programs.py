@@ -9,7 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rank_programs import same
-from samebits.integrations.transformers import register
+from samebits.checks.models.protocol import Sizes
+from samebits.errors import UnsupportedError
+from samebits.formats import MXFP4
+from samebits.integrations.transformers import fp8_case, pack_experts, register
 from samebits.integrations.transformers.expert_parallel import register_expert_parallel
 from samebits.testing.numerics import judge
 
@@ -41,6 +44,15 @@ def experts_of(name: str, dtype: torch.dtype) -> nn.Module:
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     module.config._experts_implementation = "samebits"
+    return module
+
+
+def fp8_experts() -> nn.Module:
+    """Return an FP8 module of transformers, the same on every rank."""
+    sizes = Sizes(T=1, K=K, E=N, H=H, F=F)
+    module = fp8_case.build(sizes, {}, {"block_size": (16, 16)})
+    module.config._experts_implementation = "samebits"
+    fp8_case.fill(module, 2 * H**-0.5)
     return module
 
 
@@ -100,6 +112,35 @@ def own_batches(name: str) -> list[str]:
     mine = run(module, (x[part], ids[part], probs[part], dout[part]))
     expected = {n: t[part] if n in ("out", "x", "probs") else t for n, t in whole.items()}
     return [n for n, t in mine.items() if not same(t, expected[n])]
+
+
+def quantised() -> list[str]:
+    """Return what differs from one rank where transformers holds the experts in FP8 blocks."""
+    register()
+    register_expert_parallel()
+    every, alone = meshes()
+    rank = dist.get_rank()
+    part = slice(sum(TOKENS[:rank]), sum(TOKENS[: rank + 1]))
+    given = drawn(sum(TOKENS), torch.bfloat16)
+    one, module = fp8_experts(), fp8_experts()
+    whole = run(one, given)
+    spread(module, alone, every, "samebits")
+    x, ids, probs, dout = given
+    mine = run(module, (x[part], ids[part], probs[part], dout[part]))
+    return [n for n in ("out", "x", "probs") if not same(mine[n], whole[n][part])]
+
+
+def packing_is_refused() -> str:
+    """Return what is said of packing experts that are spread."""
+    register()
+    register_expert_parallel()
+    every, alone = meshes()
+    module = spread(experts_of("gpt_oss", torch.bfloat16), alone, every, "samebits")
+    try:
+        pack_experts(module, MXFP4, exact=False)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
 
 
 def shared_batch(name: str, how: str) -> list[str]:

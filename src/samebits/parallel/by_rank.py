@@ -12,15 +12,16 @@ from torch import Tensor
 
 from samebits.activation import Activation
 from samebits.arguments import require_type
+from samebits.backends.call import check_weights
 from samebits.errors import must
 from samebits.experts import experts
+from samebits.formats.weights import Parameters
 from samebits.ops.permute import permute
 from samebits.parallel.all_to_all import combine, dispatch, send
 from samebits.parallel.ranks import Ranks
 from samebits.parallel.route import on_device, take
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
-from samebits.weights import ExpertWeights
 
 _PLAIN = Activation()
 
@@ -28,7 +29,7 @@ _PLAIN = Activation()
 def experts_by_rank(
     x: Tensor,
     routing: Routing,
-    weights: ExpertWeights,
+    weights: Parameters,
     activation: Activation = _PLAIN,
     *,
     ranks: Ranks,
@@ -41,7 +42,7 @@ def experts_by_rank(
     Args:
         x: ``(T, H)``, this rank's tokens.
         routing: Their global ids and probabilities.
-        weights: Parameters of the experts ``ranks.held``, at least one.
+        weights: Parameters of the experts ``ranks.held``, quantised or not; at least one.
         activation: See ``samebits.experts``.
         ranks: Who holds what.
         placement: See ``samebits.experts``.
@@ -60,7 +61,7 @@ def experts_by_rank(
     """
     require_type("routing", routing, Routing)
     require_type("ranks", ranks, Ranks)
-    require_type("weights", weights, ExpertWeights)
+    check_weights(weights)
     ids, probs = routing.topk_ids.to(torch.int64), routing.topk_probs
     if weights.down.shape[0] != len(ranks.held) or not ranks.held:
         rule = f"hold the experts {ranks.held} of this rank, at least one"

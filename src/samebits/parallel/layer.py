@@ -13,17 +13,17 @@ from torch import Tensor
 
 from samebits.activation import Activation
 from samebits.arguments import require_type
-from samebits.backends.call import DIFFERENTIABLE, INPUTS, Call, Gradients
+from samebits.backends.call import DIFFERENTIABLE, INPUTS, Call, Gradients, check_weights
 from samebits.backends.operator import check_ids
 from samebits.backends.options import Options
 from samebits.errors import UnsupportedError, must
 from samebits.experts import checked
+from samebits.formats.weights import Parameters
 from samebits.ops.permute import combine, permute
 from samebits.parallel.ranks import Ranks
 from samebits.parallel.route import Route, depart, take
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
-from samebits.weights import ExpertWeights
 
 _PLAIN = Activation()
 # What a rank may want of the others: a backward pass, gradients of x and of the probabilities, and
@@ -34,7 +34,7 @@ _BACKWARD, _X, _PROBS, _STOP = 1, 2, 4, 8
 def parallel_experts(
     x: Tensor,
     routing: Routing,
-    weights: ExpertWeights,
+    weights: Parameters,
     activation: Activation = _PLAIN,
     *,
     ranks: Ranks,
@@ -52,7 +52,7 @@ def parallel_experts(
     Args:
         x: ``(T, H)``, this rank's tokens.
         routing: Their global ids and probabilities; ``num_experts`` None means N.
-        weights: Parameters of the experts ``ranks.held``; may be none.
+        weights: Parameters of the experts ``ranks.held``, quantised or not; may be none.
         activation: See ``samebits.experts``.
         ranks: Who holds what.
         placement: See ``samebits.experts``.
@@ -75,7 +75,7 @@ def parallel_experts(
     (``reference`` adds the terms of dx in autograd's order there, and in the contract's here).
     """
     require_type("ranks", ranks, Ranks)
-    require_type("weights", weights, ExpertWeights)
+    check_weights(weights)
     require_type("routing", routing, Routing)
     if routing.num_experts not in (None, ranks.num_experts):
         rule = f"be N = {ranks.num_experts}, as ranks say"

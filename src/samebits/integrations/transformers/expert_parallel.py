@@ -26,17 +26,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from samebits.errors import UnsupportedError
-from samebits.integrations.transformers.plugin import NAME
+from samebits.integrations.transformers.plugin import NAME, parameters_of
 from samebits.integrations.transformers.translation import (
     ATTRIBUTE,
     Translation,
     is_current,
-    weights_of,
 )
 from samebits.integrations.transformers.verify import translate
 from samebits.parallel import Ranks, parallel_experts
 from samebits.routing import Routing
-from samebits.weights import ExpertWeights
 
 _MODULE = "transformers.distributed.expert_parallel"
 
@@ -87,12 +85,12 @@ class ExchangedExperts:
             ``(T, H)`` in the dtype of ``hidden_states``; differentiable.
 
         Raises:
-            UnsupportedError: The module cannot be translated, is quantised, or has a norm that all
-                experts share.
+            UnsupportedError: The module cannot be translated, or has a norm that all experts share.
 
         Determinism: see ``samebits.parallel.parallel_experts``.
         """
-        weights, translation = self._weights()
+        translation = self._translation()
+        weights = parameters_of(self.experts, translation, hidden_states.dtype)
         given = (hidden_states, top_k_index, top_k_weights.float())
         x, ids, probs = (self._slice(tensor) for tensor in given)
         out = parallel_experts(
@@ -100,20 +98,17 @@ class ExchangedExperts:
         )
         return self._whole(out.to(hidden_states.dtype), hidden_states)
 
-    def _weights(self) -> tuple[ExpertWeights, Translation]:
+    def _translation(self) -> Translation:
         module, name = self.experts, type(self.experts).__name__
         translation: Translation | None = getattr(module, ATTRIBUTE, None)
         if translation is None or not is_current(module, translation):
             translation = translate(module)
             setattr(module, ATTRIBUTE, translation)
-        weights = weights_of(module, translation)
-        if type(weights) is not ExpertWeights:
-            raise UnsupportedError(f"{name}: quantised experts have no exchange over ranks")
         if translation.norm is not None:
             raise UnsupportedError(
                 f"{name}: a norm that all experts share is not spread over ranks"
             )
-        return weights, translation
+        return translation
 
     def _slice(self, tensor: Tensor) -> Tensor:
         """Return this rank's tokens of a batch that the ranks of ``tp_mesh`` share."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from samebits.arguments import require_bool, require_type
 from samebits.errors import UnsupportedError
@@ -46,7 +47,7 @@ def pack_experts(
 
     Raises:
         TypeError: An argument has the wrong type.
-        UnsupportedError: See ``attach``; or a weight would change.
+        UnsupportedError: See ``attach``; or a weight would change, or a parameter is a DTensor.
         ValueError: See ``attach``.
 
     Determinism: exact.
@@ -77,6 +78,11 @@ def _packed(
     translation: Translation = getattr(module, ATTRIBUTE)
     if fp8.is_quantized(module):
         raise UnsupportedError(f"{path or 'the module'} holds quantised weights already")
+    for name, parameter in module.named_parameters(recurse=False):
+        if isinstance(parameter, DTensor):
+            raise UnsupportedError(
+                f"{name} of {path or 'the module'} is a DTensor: packed tensors are not spread"
+            )
     held = weights_of(module, translation)
     bare = replace(held, gate_up_bias=None, down_bias=None, norm=None, norm_scale=None)
     packed = quantize(bare, weight_format)

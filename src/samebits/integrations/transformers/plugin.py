@@ -95,7 +95,7 @@ def experts_forward(
             return refused
         translation = translate(self)
         setattr(self, ATTRIBUTE, translation)
-    weights = _parameters_of(self, translation, hidden_states.dtype)
+    weights = parameters_of(self, translation, hidden_states.dtype)
     num_experts = weights.down.shape[0]
     if getattr(self, "num_experts", num_experts) != num_experts:
         rule = f"hold num_experts = {self.num_experts} experts"
@@ -118,7 +118,8 @@ def experts_forward(
     return out.to(hidden_states.dtype)
 
 
-def _parameters_of(module: nn.Module, translation: Translation, dtype: torch.dtype) -> Parameters:
+def parameters_of(module: nn.Module, translation: Translation, dtype: torch.dtype) -> Parameters:
+    """Return the parameters of ``module``, quantised where it holds them so; ``dtype`` is D."""
     if getattr(module, PACKED, None) is not None:
         return packed_weights_of(module, translation)
     if fp8.is_quantized(module):

@@ -219,7 +219,7 @@ def test_every_byte_of_the_tensors_is_guarded(tmp_path: Path) -> None:
             RoutingRecord.load(tmp_path / "b")
 
 
-@pytest.mark.parametrize("content", ["truncated", "no record", "nothing"])
+@pytest.mark.parametrize("content", ["truncated", "no record", "nothing", "no layers"])
 def test_a_file_that_is_no_record(tmp_path: Path, content: str) -> None:
     torch_files = pytest.importorskip("safetensors.torch", reason="needs safetensors")
     path = tmp_path / "a"
@@ -229,6 +229,8 @@ def test_a_file_that_is_no_record(tmp_path: Path, content: str) -> None:
         path.write_bytes(path.read_bytes()[:-9])
     elif content == "nothing":
         path.write_bytes(b"")
+    elif content == "no layers":
+        torch_files.save_file({"x": torch.zeros(1)}, path, {"samebits_routing": "[]"})
     else:
         torch_files.save_file({"x": torch.zeros(1)}, path)
 
@@ -292,6 +294,8 @@ def test_a_router_that_was_not_called_is_an_error() -> None:
         ({"topk_ids": torch.zeros(3, 2)}, TypeError, "topk_ids must be torch.uint8"),
         ({"topk_probs": torch.zeros(3, 2).half()}, TypeError, "topk_probs must be float32"),
         ({"topk_probs": torch.zeros(3, 1)}, ValueError, "have one shape"),
+        ({"num_experts": 0}, ValueError, "num_experts must be >= 1"),
+        ({"num_experts": "4"}, TypeError, "num_experts must be an int"),
     ],
 )
 def test_a_layer_record_is_checked(
@@ -300,7 +304,7 @@ def test_a_layer_record_is_checked(
     parts = {"topk_ids": torch.zeros(3, 2, dtype=torch.uint8), "topk_probs": torch.zeros(3, 2)}
 
     with pytest.raises(error, match=message):
-        LayerRecord(**(parts | options), num_experts=4)
+        LayerRecord(**({"num_experts": 4} | parts | options))
 
 
 def test_layers_of_one_record_have_the_same_tokens() -> None:

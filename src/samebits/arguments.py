@@ -5,7 +5,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import SymInt
+import torch
+from torch import SymInt, Tensor
 
 from samebits.errors import must, unknown
 
@@ -87,6 +88,22 @@ def require_number(
         raise ValueError(must(argument, f"be finite{bound}{hint}", repr(value)))
     # -0.0 and 0.0 are one number and must have one spelling.
     return number + 0.0
+
+
+def require_indices(argument: str, value: object) -> Tensor:
+    """Return a tensor of integers as int32 or int64; a mask or fractions would lose their meaning.
+
+    Raises:
+        TypeError: It is no tensor, or one of bools, floats or complex numbers.
+
+    Determinism: exact.
+    """
+    require_type(argument, value, Tensor)
+    assert isinstance(value, Tensor)
+    kind = value.dtype
+    if kind == torch.bool or kind.is_floating_point or kind.is_complex:
+        raise TypeError(must(argument, "hold integers", kind))
+    return value if kind == torch.int32 else value.to(torch.int64)
 
 
 def at_least_one(text: str) -> int:

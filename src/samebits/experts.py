@@ -200,7 +200,7 @@ def grouped_experts(
     check_weights(weights)
     if rows.dim() != 2:
         raise ValueError(must("rows", "have shape (R, H)", tuple(rows.shape)))
-    _check_offsets(offsets, rows, weights.down.shape[0])
+    check_offsets(offsets, rows, weights.down.shape[0])
     if row_probs is None:
         row_probs = torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
     require_type("row_probs", row_probs, Tensor)
@@ -224,7 +224,8 @@ def grouped_experts(
     )
 
 
-def _check_offsets(offsets: Tensor, rows: Tensor, num_local: int) -> None:
+def check_offsets(offsets: Tensor, rows: Tensor, num_local: int) -> None:
+    """Raise unless ``offsets`` are E + 1 bounds of ``rows``; their values are checked on CPU."""
     if tuple(offsets.shape) != (num_local + 1,):
         rule = f"have shape (E + 1,) = ({num_local + 1},)"
         raise ValueError(must("offsets", rule, tuple(offsets.shape)))

@@ -224,6 +224,29 @@ def test_pefts_stacked_parameters_are_told_by_their_shapes(nested: str, swapped:
         assert relative_error(getattr(adapted.weights, part), expected) < 2.0**-20
 
 
+def test_no_adapter_of_mixed_dtypes_is_narrowed() -> None:
+    tensors = _peft({"gate_proj": "gate", "up_proj": "up", "down_proj": "down"})
+    tensors = {n: t if "down" in n else t.bfloat16() for n, t in tensors.items()}
+
+    adapted = LoRAExperts.from_peft(_base(torch.bfloat16), tensors, PREFIX, scaling=1.0)
+
+    assert adapted.gate_up_a is not None
+    assert adapted.down_a is not None
+    assert adapted.gate_up_a.dtype == adapted.down_a.dtype == torch.float32
+    assert_bitwise_equal(adapted.down_a[2], tensors[f"{PREFIX}.2.down_proj.lora_A.weight"])
+
+
+def test_a_name_that_is_there_twice_and_ranks_that_differ_are_errors() -> None:
+    tensors = _peft({"gate_proj": "gate", "up_proj": "up"})
+    name = f"{PREFIX}.1.up_proj.lora_A.weight"
+
+    twice = tensors | {name.replace("_A.", "_A.default."): tensors[name] + 1}
+    with pytest.raises(ValueError, match="must be the one of its kind, got a second one"):
+        LoRAExperts.from_peft(_base(), twice, PREFIX, scaling=1.0)
+    with pytest.raises(ValueError, match=r"up_proj\.A must have one shape"):
+        LoRAExperts.from_peft(_base(), tensors | {name: tensors[name][:1]}, PREFIX, scaling=1.0)
+
+
 def test_a_stacked_parameter_that_may_be_two_is_refused() -> None:
     square = Experts(num_experts=EXPERTS, hidden_size=HIDDEN, intermediate_size=HIDDEN)
     tensors = _stacked("", HIDDEN, HIDDEN)
@@ -314,6 +337,7 @@ def test_parts_and_shapes_must_fit() -> None:
         ({"gate_up_rank": -1}, ValueError, "gate_up_rank must be >= 0"),
         ({"scaling": 0.0}, ValueError, "scaling must be"),
         ({"scaling": "1"}, TypeError, "scaling must be"),
+        ({"dtype": torch.int32}, TypeError, "dtype must be one of bf16"),
     ],
 )
 def test_arguments_are_checked(

@@ -10,6 +10,7 @@ call lasts, and its gradient.
 """
 
 from collections.abc import Mapping
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from samebits.formats.weights import QuantizedWeights, dequantize
 from samebits.nn.experts import Experts
 from samebits.nn.peft import Sizes, peft_adapters
 from samebits.nn.quantized import AnyExperts, QuantizedExperts, require_experts
+from samebits.problem import DTYPE_NAMES, DTYPES
 from samebits.routing import Routing
 from samebits.weights import ExpertWeights
 
@@ -31,7 +33,8 @@ class LoRAExperts(nn.Module):
 
     Parameters: ``gate_up_a`` ``(E, r, H)``, ``gate_up_b`` ``(E, 2F, r)`` with rows in the order of
     the base's layout, ``down_a`` ``(E, r, F)``, ``down_b`` ``(E, H, r)``; E is 1 where ``shared``.
-    A fresh adapter has ``b = 0`` and changes no bit. Biases and norms are the base's.
+    A fresh adapter has ``b = 0`` and changes no weight, but a -0, which becomes +0. Biases and the
+    norm are the base's.
 
     Args:
         base: The experts, quantised ones too; their parameters are frozen.
@@ -68,6 +71,8 @@ class LoRAExperts(nn.Module):
         held = base.weights
         number = 1 if shared else base.num_experts
         dtype = held.dtype if dtype is None else dtype
+        if dtype not in DTYPE_NAMES:
+            raise TypeError(must("dtype", f"be one of {', '.join(DTYPES)}", dtype))
 
         def pair(
             weight: Tensor | QuantizedMatrix, rank: int
@@ -185,8 +190,8 @@ class LoRAExperts(nn.Module):
                 finds it by the shapes.
 
         Returns:
-            Adapters over the projections that PEFT adapted. Gate and up had an ``A`` each, so the
-            first projection has the sum of their ranks.
+            Adapters over the projections that PEFT adapted, in a dtype that holds all of them. Gate
+            and up had an ``A`` each, so the first projection has the sum of their ranks.
 
         Raises:
             UnsupportedError: There are tensors below ``prefix`` of another kind (DoRA), or shapes
@@ -196,7 +201,7 @@ class LoRAExperts(nn.Module):
         Determinism: exact.
         """
         values = peft_adapters(tensors, prefix, Sizes.of(base.weights), a_over_rows)
-        first = next(iter(values.values()))
+        dtype = reduce(torch.promote_types, (value.dtype for value in values.values()))
         ranks = (values[n].shape[1] if n in values else 0 for n in ("gate_up_a", "down_a"))
         gate_up_rank, down_rank = ranks
         adapted = cls(
@@ -204,7 +209,7 @@ class LoRAExperts(nn.Module):
             gate_up_rank=gate_up_rank,
             down_rank=down_rank,
             scaling=scaling,
-            dtype=first.dtype,
+            dtype=dtype,
         )
         with torch.no_grad():
             for name, value in values.items():

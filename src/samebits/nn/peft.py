@@ -89,7 +89,10 @@ def _by_part(held: Mapping[str, Tensor], prefix: str, num_experts: int) -> dict[
         match = _LINEAR.fullmatch(name)
         assert match is not None
         part = _PARTS.get(match[2], match[2])
-        found.setdefault(f"{part}.{match[3]}", {})[int(match[1])] = tensor
+        of_part = found.setdefault(f"{part}.{match[3]}", {})
+        if int(match[1]) in of_part:
+            raise ValueError(must(f"{prefix}.{name}", "be the one of its kind", "a second one"))
+        of_part[int(match[1])] = tensor
     parts = {key.partition(".")[0] for key in found}
     wanted = {f"{part}.{side}" for part in parts for side in "AB"}
     if not found or wanted != set(found) or ("gate_proj" in parts) != ("up_proj" in parts):
@@ -99,6 +102,9 @@ def _by_part(held: Mapping[str, Tensor], prefix: str, num_experts: int) -> dict[
         missing = sorted(set(range(num_experts)) ^ set(experts_of))
         if missing:
             raise ValueError(must(f"{prefix}: {key}", f"be of {num_experts} experts", missing))
+        shapes = sorted({tuple(tensor.shape) for tensor in experts_of.values()})
+        if len(shapes) > 1:
+            raise ValueError(must(f"{prefix}: {key}", "have one shape", shapes))
     return {
         key: torch.stack([experts_of[e] for e in range(num_experts)])
         for key, experts_of in found.items()
@@ -126,7 +132,10 @@ def _of_stacked(
     for name, tensor in held.items():
         match = _STACKED.fullmatch(name)
         assert match is not None
-        levels.setdefault(match[1], {})[match[2]] = tensor
+        pair = levels.setdefault(match[1], {})
+        if match[2] in pair:
+            raise ValueError(must(f"{prefix}.{name}", "be the one of its kind", "a second one"))
+        pair[match[2]] = tensor
     values: dict[str, Tensor] = {}
     for level, pair in levels.items():
         where = f"{prefix}.{level}lora"

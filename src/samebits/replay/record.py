@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from samebits.arguments import require_int
 from samebits.checkpoints.files import bytes_of
 from samebits.errors import must
 from samebits.routing import Routing
@@ -27,7 +28,7 @@ class LayerRecord:
     """The routing of T tokens in one layer, in few bytes.
 
     Raises:
-        ValueError: Shapes disagree, or an id is out of range.
+        ValueError: Shapes disagree.
         TypeError: A dtype is not what it must be.
     """
 
@@ -39,6 +40,7 @@ class LayerRecord:
     num_experts: int
 
     def __post_init__(self) -> None:
+        require_int("num_experts", self.num_experts, minimum=1)
         dtype = compact_dtype(self.num_experts)
         if self.topk_ids.dtype != dtype:
             raise TypeError(must("topk_ids", f"be {dtype}", self.topk_ids.dtype))
@@ -89,7 +91,7 @@ class RoutingRecord:
             }
         )
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write a safetensors file: ids and probabilities of each layer, and their digests.
 
         Raises:
@@ -100,6 +102,7 @@ class RoutingRecord:
         """
         from safetensors.torch import save_file
 
+        path = Path(path)
         tensors, said = {}, {}
         for name, layer in self.layers.items():
             tensors[f"{name}.topk_ids"] = layer.topk_ids.cpu().contiguous()
@@ -110,7 +113,7 @@ class RoutingRecord:
         partial_path.replace(path)
 
     @staticmethod
-    def load(path: Path, *, verify: bool = True) -> "RoutingRecord":
+    def load(path: str | Path, *, verify: bool = True) -> "RoutingRecord":
         """Return the record in a file, its tensors mapped from it.
 
         Args:
@@ -132,7 +135,7 @@ class RoutingRecord:
                 said = (file.metadata() or {}).get(_KEY)
                 if said is None:
                     raise RecordError(f"{path} is no record of routings")
-                for name, about in json.loads(said).items():
+                for name, about in dict(json.loads(said)).items():
                     layers[name] = LayerRecord(
                         file.get_tensor(f"{name}.topk_ids"),
                         file.get_tensor(f"{name}.topk_probs"),

@@ -171,6 +171,18 @@ def test_it_can_be_undone() -> None:
         module(*_inputs())
 
 
+def test_an_earlier_handle_does_not_undo_a_later_one() -> None:
+    module = Grouped(_config())
+    first, second = adapt(module), adapt(module)
+    first.remove()
+    assert module(*_inputs())[0].any()
+
+    second.remove()
+
+    with pytest.raises(NotImplementedError):
+        module(*_inputs())
+
+
 def test_one_stacked_parameter_is_read_as_it_is() -> None:
     module = Grouped(_config())
     x, counts, probs = _inputs()
@@ -234,6 +246,21 @@ def test_biases_of_the_second_projection_are_multiplied() -> None:
 def test_what_it_does_not_do_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         adapt(Grouped(_config(**options)))
+    with pytest.raises(UnsupportedError, match=message):
+        adapt(Grouped(_config()), vars(_config(**options)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_counts_that_are_not_of_the_rows_are_errors(fused: bool) -> None:
+    module = Grouped(_config(gradient_accumulation_fusion=fused))
+    adapt(module)
+    x, _, probs = _inputs()
+
+    for counts in ([4, 0, 10], [4, 9], [4, 0, 8, 1], [4, -1, 10]):
+        with pytest.raises(ValueError, match="offsets must"):
+            module(x, torch.tensor(counts), probs)
+    with pytest.raises(TypeError, match="tokens_per_expert must hold integers"):
+        module(x, torch.tensor([4.0, 0.0, 9.0]), probs)
 
 
 def test_buffers_of_the_op_fuser_are_refused() -> None:

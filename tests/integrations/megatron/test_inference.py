@@ -157,6 +157,8 @@ def test_relu2_without_a_gate() -> None:
         ({"local_expert_start": 4}, ValueError, "expert_start must keep"),
         ({"out": torch.zeros(5, HIDDEN)}, ValueError, "out must have shape"),
         ({"out": torch.zeros(6, HIDDEN).double()}, ValueError, "out must have shape"),
+        ({"routing_map": torch.ones(6, 2, dtype=torch.bool)}, TypeError, "routing_map must hold"),
+        ({"routing_map": torch.ones(6, 2)}, TypeError, "routing_map must hold integers"),
         ({"disable_fused_quant_kernels": True}, UnsupportedError, "for MXFP8 only"),
     ],
 )

@@ -219,3 +219,27 @@ def test_the_real_wrapper_gets_every_gradient_once(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     assert "mistake: " not in done.stderr
+
+
+def test_what_was_marked_is_unmarked_again() -> None:
+    module = _grouped(**DELAYED)
+    marked = next(module.parameters())
+    marked.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    adapt(module).remove()
+
+    left = [p for p in module.parameters() if hasattr(p, "skip_backward_post_hook")]
+    assert len(left) == 1
+    assert left[0] is marked
+    assert not hasattr(module, "backward_dw")
+
+
+def test_a_configuration_of_fields_is_read_as_an_object_is() -> None:
+    module = _grouped()
+    adapt(module, vars(module.config) | FUSED)
+    for parameter in module.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    _step(module)
+
+    assert any(p.main_grad.any() for p in module.parameters())  # type: ignore[attr-defined]

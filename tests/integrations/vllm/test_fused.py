@@ -211,6 +211,16 @@ def test_ids_and_probabilities_of_other_dtypes(dtype: torch.dtype) -> None:
     assert_bitwise_equal(out, fused_experts(x, w1, w2, probs.bfloat16().float(), ids))
 
 
+def test_ids_and_maps_that_are_no_integers_are_refused() -> None:
+    x, w1, w2, probs, ids = _inputs()
+
+    for given in (ids > 2, ids.float()):
+        with pytest.raises(TypeError, match="topk_ids must hold integers"):
+            fused_experts(x, w1, w2, probs, given)
+        with pytest.raises(TypeError, match="expert_map must hold integers"):
+            fused_experts(x, w1, w2, probs, ids, expert_map=torch.arange(EXPERTS).to(given.dtype))
+
+
 @pytest.mark.parametrize(
     "option",
     [

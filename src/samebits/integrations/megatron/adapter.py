@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from samebits.activation import Activation
+from samebits.arguments import require_indices
 from samebits.errors import UnsupportedError
-from samebits.experts import experts, grouped_experts
+from samebits.experts import check_offsets, experts, grouped_experts
+from samebits.integrations.configs.fields import Fields
 from samebits.integrations.configs.megatron import (
     fields_of,
     megatron_activation,
@@ -66,13 +68,18 @@ def options_of(config: Any) -> Options:
 class Adapted:
     """An experts module that runs on this library; ``remove()`` gives it its own forward back."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, forward: Any, marked: list[Tensor]) -> None:
         self.module = module
+        self._forward, self._marked = forward, marked
 
     def remove(self) -> None:
-        """Undo ``adapt``; the parameters stay where they are."""
+        """Undo ``adapt``, unless the module was adapted again; parameters stay where they are."""
+        if vars(self.module).get("forward") is not self._forward:
+            return
         for name in ("forward", "backward_dw", _POLICY):
             vars(self.module).pop(name, None)
+        for parameter in self._marked:
+            del parameter.skip_backward_post_hook  # type: ignore[attr-defined]
 
 
 def adapt(module: nn.Module, config: Any = None, *, backend: str = "auto") -> Adapted:
@@ -100,11 +107,12 @@ def adapt(module: nn.Module, config: Any = None, *, backend: str = "auto") -> Ad
     Determinism: see ``samebits.experts``.
     """
     config = module.config if config is None else config
-    _refuse(config)
+    fields = fields_of(config)
+    _refuse(fields)
     options = options_of(config)
     held = held_by(module)
     weights_of(held, options.layout)  # shapes and dtypes are checked before anything changes
-    policy = _policy_of(config)
+    policy = _policy_of(fields)
     for parameters in held.values():
         if len(parameters) > 1:
             # Views of parameters and of gradients have to run the same way.
@@ -131,20 +139,23 @@ def adapt(module: nn.Module, config: Any = None, *, backend: str = "auto") -> Ad
         )
         return out, None
 
-    vars(module)["forward"] = MethodType(forward, module)
+    for name in ("backward_dw", _POLICY):  # of an earlier call
+        vars(module).pop(name, None)
+    bound = vars(module)["forward"] = MethodType(forward, module)
+    marked: list[Tensor] = []
     if policy is not None:
         vars(module)[_POLICY] = policy
         if policy.delayed:
-            _delay(module, held)
-    return Adapted(module)
+            marked = _delay(module, held)
+    return Adapted(module, bound, marked)
 
 
-def _refuse(config: Any) -> None:
+def _refuse(fields: Fields) -> None:
     for name, reason in _REFUSED.items():
-        value = getattr(config, name, None)
+        value = fields.get(name, default=None)
         if value:
             raise UnsupportedError(f"{name} = {value!r}: {reason}")
-    if "moe_act" in (getattr(config, "recompute_modules", None) or ()):
+    if "moe_act" in fields.get("recompute_modules", default=()):
         raise UnsupportedError(
             "recompute_modules = moe_act: the activation is part of the library's operator; use "
             'recompute_modules = ["moe"]'
@@ -173,6 +184,7 @@ def _compute(
             backend=backend,
             weight_gradients=destination,
         )
+    check_offsets(offsets, rows, weights.down.shape[0])
     return experts(
         rows,
         Routing(_backward_ids(offsets, rows)[:, None], probs[:, None]),
@@ -188,21 +200,25 @@ def _compute(
 _POLICY = "_samebits_weight_gradients"
 
 
-def _policy_of(config: Any) -> WeightGradients | None:
+def _policy_of(fields: Fields) -> WeightGradients | None:
     """Return what a configuration says of the gradients of parameters."""
-    main_grad = bool(getattr(config, "gradient_accumulation_fusion", None))
+    main_grad = bool(fields.get("gradient_accumulation_fusion", default=False))
     delayed = bool(
-        getattr(config, "delay_wgrad_compute", None)
-        or getattr(config, "overlap_dispatch_backward_with_experts_wgrad", None)
+        fields.get("delay_wgrad_compute", default=False)
+        or fields.get("overlap_dispatch_backward_with_experts_wgrad", default=False)
     )
     return WeightGradients(main_grad=main_grad, delayed=delayed) if main_grad or delayed else None
 
 
-def _delay(module: nn.Module, held: Parameters) -> None:
+def _delay(module: nn.Module, held: Parameters) -> list[Tensor]:
+    """Give the module ``backward_dw``, and return the parameters that it marked."""
     vars(module)["backward_dw"] = MethodType(_backward_dw, module)
-    for parameter in (p for parameters in held.values() for p in parameters):
+    parameters = [p for parameters in held.values() for p in parameters]
+    marked = [p for p in parameters if not hasattr(p, "skip_backward_post_hook")]
+    for parameter in parameters:
         # The data-parallel wrapper then leaves the parameter's hook to backward_dw.
         parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+    return list(dict.fromkeys(marked))
 
 
 def _backward_dw(self: nn.Module) -> None:
@@ -220,7 +236,8 @@ def _backward_dw(self: nn.Module) -> None:
 
 def _offsets(tokens_per_expert: Tensor | list[int], rows: Tensor) -> Tensor:
     counts = torch.as_tensor(tokens_per_expert, device=rows.device)
-    return torch.nn.functional.pad(counts.to(torch.int64).cumsum(0), (1, 0))
+    counts = require_indices("tokens_per_expert", counts).to(torch.int64)
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
 def _backward_ids(offsets: Tensor, rows: Tensor) -> Tensor:

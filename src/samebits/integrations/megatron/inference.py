@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samebits.arguments import require_indices
 from samebits.errors import UnsupportedError, must
 from samebits.experts import experts
 from samebits.integrations.configs.megatron import fields_of
@@ -76,10 +77,9 @@ def inference_functions(config: Any, *, backend: str = "auto") -> InferenceFunct
         ):
             rule = f"have shape {tuple(hidden_states.shape)}, in {hidden_states.dtype} or fp32"
             raise ValueError(must("out", rule, f"{out.dtype} {tuple(out.shape)}"))
-        ids = routing_map if routing_map.dtype == torch.int32 else routing_map.to(torch.int64)
         value = experts(
             hidden_states,
-            Routing(ids, probs, total),
+            Routing(require_indices("routing_map", routing_map), probs, total),
             ExpertWeights(gate_up=matrices[0], down=matrices[1], layout=options.layout),
             options.activation,
             placement=options.placement,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.arguments import require_type
+from samebits.arguments import require_indices
 from samebits.errors import UnsupportedError, must
 from samebits.experts import experts
 from samebits.integrations.vllm.activations import activation_of
@@ -121,18 +121,19 @@ def local_ids(
     """Return the local expert of each slot, -1 where it is another rank's or dropped.
 
     Raises:
+        TypeError: Ids or the map are no integers.
         ValueError: ``global_num_experts`` disagrees, or (checked on CPU) ``expert_map`` holds
             something else than -1 and each local expert once.
 
     Determinism: exact.
     """
-    require_type("topk_ids", topk_ids, Tensor)
-    ids = topk_ids if topk_ids.dtype == torch.int32 else topk_ids.to(torch.int64)
+    ids = require_indices("topk_ids", topk_ids)
     if expert_map is None:
         if global_num_experts not in (-1, num_local):
             rule = f"be -1 or E = {num_local} without an expert_map"
             raise ValueError(must("global_num_experts", rule, global_num_experts))
         return ids
+    expert_map = require_indices("expert_map", expert_map)
     total = expert_map.numel()
     if expert_map.dim() != 1 or global_num_experts not in (-1, total):
         rule = f"have shape (global_num_experts,) = ({global_num_experts},)"

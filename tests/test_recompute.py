@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from samebits.backends import operator
+from samebits.backends import grouped, operator, reference
+from samebits.errors import UnsupportedError
 from samebits.experts import experts
 from samebits.nn import Experts
 from samebits.testing.cases import CASES
@@ -50,6 +51,30 @@ def test_only_inputs_are_kept(inputs: Inputs) -> None:
     rows, width = inputs.routing.topk_ids.numel(), inputs.weights.gate_up.shape[1]
     assert [tuple(t.shape) for t in kept[False]].count((rows, width)) == 1
     assert sum(t.numel() for t in kept[False]) - sum(t.numel() for t in kept[True]) == rows * width
+
+
+def test_forward_and_backward_have_one_backend(
+    inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = {True: "it has no gradients", False: None}
+    monkeypatch.setattr(grouped, "why_not", lambda problem: reasons[problem.grad])
+    ran: list[bool] = []
+    forward = reference.forward
+
+    def noted(*arguments: Any, save: bool) -> tuple[Tensor, Tensor]:
+        ran.append(save)
+        return forward(*arguments, save=save)
+
+    monkeypatch.setattr(reference, "forward", noted)
+    x = inputs.x.requires_grad_()
+    layer = partial(experts, x, inputs.routing, inputs.weights, recompute=True)
+
+    layer()
+    assert ran == [False]
+    with pytest.raises(UnsupportedError, match="it has no gradients"):
+        layer(backend="grouped")
+    with torch.no_grad():
+        layer(backend="grouped")
 
 
 def test_a_compiled_step_recomputes(inputs: Inputs) -> None:

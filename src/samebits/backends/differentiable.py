@@ -171,7 +171,6 @@ def run(
     """
     if destination is not None:
         require_type("weight_gradients", destination, Destination)
-    arguments = (*call[:INPUTS], options.text(), num_experts, expert_start)
     tensors = {name: t for name in DIFFERENTIABLE if (t := getattr(call, name)) is not None}
     eager = not torch.compiler.is_compiling()
     if eager and any(unpack_dual(t).tangent is not None for t in tensors.values()):
@@ -187,9 +186,12 @@ def run(
             )
         if destination is not None:
             _check_destination(destination, tensors)
+        text = options._replace(recompute=recompute).text()
+        arguments = (*call[:INPUTS], text, num_experts, expert_start)
         out: Tensor
         out = _Experts.apply(*arguments, destination, recompute)  # type: ignore[no-untyped-call]
         return out
+    arguments = (*call[:INPUTS], options.text(), num_experts, expert_start)
     if call.out is not None:
         torch.ops.samebits.experts_into(call.out, *arguments)
         return call.out

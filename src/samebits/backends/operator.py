@@ -151,7 +151,9 @@ def compute(
     check_ids(call, num_experts)
 
     def forward() -> tuple[Tensor, Tensor]:
-        problem = problem_of(options, call, num_experts, expert_start, grad=save)
+        # What cannot run the backward must not run the forward either.
+        grad = save or options.recompute
+        problem = problem_of(options, call, num_experts, expert_start, grad=grad)
         found: tuple[Tensor, Tensor]
         found = choose(options.backend, problem).forward(problem, call, save=save)
         return found

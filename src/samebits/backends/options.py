@@ -21,6 +21,8 @@ class Options(NamedTuple):
     out_dtype: torch.dtype | None
     backend: str
     format: FormatPair | None = None
+    # A backward follows that gets no z.
+    recompute: bool = False
 
     # A method: torch 2.10 cannot trace a property of a named tuple.
     def text(self) -> str:
@@ -35,6 +37,7 @@ class Options(NamedTuple):
             out,
             self.backend,
             "" if self.format is None else self.format.key,
+            "recompute" if self.recompute else "",
         )
         return "|".join(parts)
 
@@ -46,7 +49,7 @@ class Options(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Options:
-    activation, placement, layout, norm, out, backend, stored = text.split("|")
+    activation, placement, layout, norm, out, backend, stored, recompute = text.split("|")
     return Options(
         Activation.parse(activation),
         ProbPlacement(placement),
@@ -55,4 +58,5 @@ def _parse(text: str) -> Options:
         DTYPES[out] if out else None,
         backend,
         FormatPair.parse(stored) if stored else None,
+        bool(recompute),
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from samebits.backends import passes, recorder
+from samebits.backends import passes, recorder, repetition
 from samebits.ops._triton import launch
 from samebits.ops._triton.launch import Launch
 
@@ -173,6 +173,15 @@ def test_what_cannot_be_repeated_takes_the_long_way() -> None:
     ]  # fmt: skip
     assert passes.key_of((), (x[:0],)) is None
     assert passes.key_of((), (torch.nn.Buffer(x),)) is not None
+
+
+def test_without_triton_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert passes.key_of((), _inputs()) is not None
+
+    monkeypatch.setattr(repetition, "find_spec", lambda _: None)
+    monkeypatch.setattr(passes, "has_launches", repetition.has_launches.__wrapped__)
+
+    assert passes.key_of((), _inputs()) is None
 
 
 def test_what_decides_is_in_the_key() -> None:

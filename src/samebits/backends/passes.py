@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.recorder import Pass, Recorder, Tensors
-from samebits.backends.repetition import Watch, watched
+from samebits.backends.repetition import Watch, has_launches, watched
 
 Key = tuple[Any, ...]
 
@@ -36,7 +36,7 @@ def key_of(about: tuple[Any, ...], tensors: Tensors) -> Key | None:
     Determinism: pure function of its arguments and of torch's modes.
     """
     x = tensors[0]
-    if x is None or not x.is_cuda or x.numel() == 0 or watched():
+    if x is None or not x.is_cuda or x.numel() == 0 or watched() or not has_launches():
         return None
     traits: list[Any] = [*about, x.get_device()]
     for tensor in tensors:

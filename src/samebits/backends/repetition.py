@@ -8,6 +8,8 @@ happened in it.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +97,7 @@ def kind_of(request: Request) -> Kind | None:
         return None
     if not (out_dtype is None or type(out_dtype) is torch.dtype):
         return None
-    if watched():
+    if watched() or not has_launches():
         return None
     tensors = request.tensors
     addresses: list[int] = []
@@ -154,6 +156,12 @@ def watched() -> bool:
         or forward_ad._current_level >= 0
         or torch.is_autocast_enabled("cuda")
     )
+
+
+@lru_cache(maxsize=1)
+def has_launches() -> bool:
+    """Return whether Triton is installed: without it there is nothing to record."""
+    return find_spec("triton") is not None
 
 
 def repeat(kind: Kind, request: Request) -> Tensor | None:

@@ -387,6 +387,18 @@ def test_no_rows_and_no_experts_are_matrices_too(weight_format: WeightFormat) ->
         quantize_matrix(torch.zeros(2, 5, 0), weight_format)
 
 
+@pytest.mark.parametrize("weight_format", [FP8, MXFP4, NVFP4], ids=str)
+def test_both_ways_in_one_compiled_graph(weight_format: WeightFormat) -> None:
+    def there_and_back(weights: ExpertWeights) -> Tensor:
+        return dequantize(quantize(weights, weight_format)).gate_up
+
+    weights = ExpertWeights(gate_up=_weight(2, 96, 40, seed=1), down=_weight(2, 40, 48, seed=2))
+
+    compiled = torch.compile(there_and_back, backend="aot_eager", fullgraph=True)
+
+    assert_bitwise_equal(compiled(weights), there_and_back(weights))
+
+
 def test_weights_have_no_gradient_to_their_scales() -> None:
     packed = quantize_matrix(torch.randn(2, 40, 40), FP8)
     learned = replace(packed, scales=packed.scales.clone().requires_grad_())

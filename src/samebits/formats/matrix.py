@@ -83,7 +83,6 @@ class QuantizedMatrix:
         """Return the matrices of some experts: views of a slice, copies of a list's."""
         return self.map(lambda tensor: tensor[experts])
 
-    @torch.no_grad()
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weights ``(E, N, K)`` in ``dtype``, contiguous; see ``samebits.formats``.
 
@@ -92,10 +91,12 @@ class QuantizedMatrix:
         Determinism: elementwise; one product in fp32, rounded once more to ``dtype``.
         """
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
-        # One after the other, so that the fp32 numbers of a single expert exist.
-        for expert in range(self.shape[0]):
-            one = self.select(slice(expert, expert + 1))
-            out[expert] = one._numbers().mul_(one._spread(one.scale_factors()))[0]
+        # As a decorator of a method, torch 2.13 cannot trace it.
+        with torch.no_grad():
+            # One after the other, so that the fp32 numbers of a single expert exist.
+            for expert in range(self.shape[0]):
+                one = self.select(slice(expert, expert + 1))
+                out[expert] = one._numbers().mul_(one._spread(one.scale_factors()))[0]
         return out
 
     def scale_factors(self) -> Tensor:

@@ -1,6 +1,6 @@
 """The fused backend's launches in the interpreter: output and every gradient within the budget."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType, ModuleType
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from samebits.backends import BACKENDS
 from samebits.backends.call import DIFFERENTIABLE, Call
 from samebits.backends.grouped import device
+from samebits.backends.repetition import Watch
 from samebits.ops.permute import kernel as permute
+from samebits.ops.slot_gemm import kernel as slot_gemm
 from samebits.problem import Problem, ProbPlacement
 from samebits.routing import Permutation
 from samebits.testing.cases import CASES
@@ -97,6 +99,34 @@ def test_a_few_tokens_need_no_sort(name: str, monkeypatch: pytest.MonkeyPatch) -
     judgements = judge_all(problem, inputs, {"out": out})
     assert judgements["out"].passed, str(judgements["out"])
     assert z.shape == (0, inputs.weights.gate_up.shape[1])
+
+
+class _Noted:
+    """Stands for a kernel: notes that it would be launched."""
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        self.name, self.seen = name, seen
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_, **__: self.seen.append(self.name)
+
+
+def test_nothing_runs_between_the_launches_of_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The second starts early and reads ids at once: a copy of them might not be visible yet.
+    problem = replace(CASES["gpt-oss-whole"], E=64, K=3, grad=False)
+    call = _call(make_inputs(problem, 2))
+    assert call.down_bias is not None
+    ids, bias = call.topk_ids.T.contiguous().T, call.down_bias.T.contiguous().T
+    kind = replace(problem, dtype="bf16", out_dtype="fp32", device="sm_90")
+
+    with Watch() as watch:
+        for name in ("_slot_hidden_kernel", "_token_output_kernel"):
+            monkeypatch.setattr(slot_gemm, name, _Noted(name, watch.others))
+        FUSED.forward(kind, call._replace(topk_ids=ids, down_bias=bias), save=False)
+
+    done = watch.others
+    assert "clone" in done
+    assert done.index("_token_output_kernel") == done.index("_slot_hidden_kernel") + 1
 
 
 @pytest.mark.parametrize("name", ["norm", "norm-fc2-input"])

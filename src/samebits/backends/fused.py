@@ -147,10 +147,15 @@ def _by_slot(problem: Problem, call: Call, tiles: slot_tuning.Tiles) -> Tensor:
     """Return the output of few tokens: two launches, nothing is sorted."""
     from samebits.ops.slot_gemm.kernel import launch_slot_hidden, launch_token_output
 
-    probs, placement = call.topk_probs.contiguous(), problem.placement
+    # Before the first launch: nothing may run between the two, see launch_token_output.
+    probs, ids = call.topk_probs.contiguous(), call.topk_ids.contiguous()
+    bias = None if call.down_bias is None else call.down_bias.contiguous()
+    placement, out = problem.placement, call.out
+    if out is None:
+        out = call.x.new_empty(call.x.shape, dtype=DTYPES[problem.result_dtype])
     h = launch_slot_hidden(
         call.x,
-        call.topk_ids,
+        ids,
         _weights(problem, call),
         problem.activation,
         probs,
@@ -160,14 +165,11 @@ def _by_slot(problem: Problem, call: Call, tiles: slot_tuning.Tiles) -> Tensor:
         num_valid_tokens=call.num_valid_tokens,
         early=tiles.early,
     )
-    out = call.out
-    if out is None:
-        out = call.x.new_empty(call.x.shape, dtype=DTYPES[problem.result_dtype])
     return launch_token_output(
         h,
-        call.topk_ids,
+        ids,
         call.down,
-        call.down_bias,
+        bias,
         probs,
         placement,
         out,

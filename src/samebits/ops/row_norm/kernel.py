@@ -27,7 +27,7 @@ def _row_norm_kernel(y_ptr, scale_ptr, out_ptr, kept_ptr, H, eps, BLOCK_H: tl.co
         scale = tl.load(scale_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(y_ptr + place, mask=inside, other=0.0) * scale
         total = add_neighbours(tl.reshape(v * v, (1, BLOCK_H)), 1, BLOCK_H)
-        mean = tl.div_rn(tl.reshape(total, (1,)), H.to(tl.float32))
+        mean = tl.div_rn(tl.reshape(total, (1,)), tl.cast(H, tl.float32))
         inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
         tl.store(out_ptr + place, (v * inverse).to(out_ptr.dtype.element_ty), mask=inside)
 

@@ -285,7 +285,8 @@ def launch_token_output(
 
     Args:
         h: ``(T * K, F)`` by slot, from ``launch_slot_hidden``.
-        topk_ids: ``(T, K)``.
+        topk_ids: ``(T, K)``; contiguous, as ``bias`` is, where ``tiles.early``: a copy would run
+            between the two launches, and ids are read before the launch before has ended.
         w: ``down``, ``(E, H, F)``, any strides.
         bias: ``(E, H)``.
         probs: ``(T, K)``, contiguous; used where ``placement`` says.
@@ -298,6 +299,9 @@ def launch_token_output(
     Determinism: fixed order; each token independent of the others; the same bits for every tile.
     """
     config = tiles.output
+    if tiles.early:
+        assert topk_ids.is_contiguous()
+        assert bias is None or bias.is_contiguous()
     bias = None if bias is None else bias.contiguous()
     ids = topk_ids.contiguous()
     tokens, topk = ids.shape

@@ -1,6 +1,7 @@
 """Repeated passes of a training step: which buffers they take, and when they give them back."""
 
 import weakref
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,6 +174,27 @@ def test_what_cannot_be_repeated_takes_the_long_way() -> None:
     ]  # fmt: skip
     assert passes.key_of((), (x[:0],)) is None
     assert passes.key_of((), (torch.nn.Buffer(x),)) is not None
+
+
+def test_launches_of_other_threads_are_not_its_own() -> None:
+    kernel = _Kernel()
+
+    def function() -> tuple[Tensor]:
+        record = launch._RECORD.get()
+        if record is not None:
+            other = Thread(target=record.count, args=(None,))
+            other.start()
+            other.join()
+        out = torch.empty_like(x)
+        _launch(kernel, x, out)
+        return (out,)
+
+    x, _ = _inputs()
+    for _ in range(2):
+        passes.repeated((), (x,), function)
+
+    (known,) = passes.passes()
+    assert isinstance(known, recorder.Pass)
 
 
 def test_without_triton_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def device_queries() -> tuple[Callable[[int], int], Callable[[], int]]:
 
 
 class Record:
-    """The launches of recordable kernels, beside a count of all that Triton made meanwhile.
+    """The launches of recordable kernels, beside a count of all that this thread made meanwhile.
 
     ``keep`` says what is kept of a launch.
     """
@@ -46,14 +46,16 @@ class Record:
         self.keep = keep
         self.launches: list[Any] = []
         self.made = 0
+        self._thread = get_ident()
 
     def count(self, _: Any) -> None:
-        """Count a launch; a hook of Triton's."""
-        self.made += 1
+        """Count a launch; a hook of Triton's, which calls it from any thread."""
+        if get_ident() == self._thread:
+            self.made += 1
 
     @property
     def complete(self) -> bool:
-        """False where a kernel ran that is not recordable, or another thread launched one."""
+        """False where a kernel ran that is not recordable."""
         return len(self.launches) == self.made
 
 

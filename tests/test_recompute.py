@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from samebits.backends import grouped, operator, reference
 from samebits.errors import UnsupportedError
-from samebits.experts import experts
+from samebits.experts import experts, grouped_experts
 from samebits.nn import Experts
 from samebits.testing.cases import CASES
 from samebits.testing.inputs import Inputs, make_inputs, run_function
@@ -51,6 +51,21 @@ def test_only_inputs_are_kept(inputs: Inputs) -> None:
     rows, width = inputs.routing.topk_ids.numel(), inputs.weights.gate_up.shape[1]
     assert [tuple(t.shape) for t in kept[False]].count((rows, width)) == 1
     assert sum(t.numel() for t in kept[False]) - sum(t.numel() for t in kept[True]) == rows * width
+
+
+def test_rows_that_were_sorted_recompute(inputs: Inputs) -> None:
+    rows = inputs.x.requires_grad_()
+    counts = torch.tensor([0] + [3] * 3 + [0] * (PROBLEM.E - 3))
+    results = []
+    for recompute in (False, True):
+        out = grouped_experts(
+            rows, counts.cumsum(0), inputs.weights, PROBLEM.activation, recompute=recompute
+        )
+        node: Any = out.grad_fn
+        results.append((node.saved_tensors[-1].shape[0], *torch.autograd.grad(out.sum(), rows)))
+
+    assert [kept for kept, _ in results] == [TOKENS, 0]
+    assert_bitwise_equal(results[1][1], results[0][1], "rows")
 
 
 def test_forward_and_backward_have_one_backend(
@@ -102,6 +117,7 @@ def test_a_module_has_the_option(inputs: Inputs) -> None:
         module = Experts(**sizes, recompute=recompute)  # type: ignore[arg-type]
         module(inputs.x.float(), inputs.routing).sum().backward()
         results.append(module.gate_up.grad)
+        assert ("recompute=True" in repr(module)) == recompute
 
     assert_bitwise_equal(results[1], results[0], "gate_up")
 

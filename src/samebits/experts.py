@@ -166,6 +166,7 @@ def grouped_experts(
     backend: str = "auto",
     out_dtype: torch.dtype | None = None,
     weight_gradients: Destination | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """Return each row's expert output, for callers that sorted their rows by expert already.
 
@@ -184,6 +185,7 @@ def grouped_experts(
         backend: See ``experts``.
         out_dtype: See ``experts``.
         weight_gradients: See ``experts``.
+        recompute: See ``experts``.
 
     Returns:
         ``(R, H)``.
@@ -221,6 +223,7 @@ def grouped_experts(
         backend=backend,
         out_dtype=out_dtype,
         weight_gradients=weight_gradients,
+        recompute=recompute,
     )
 
 

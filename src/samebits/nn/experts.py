@@ -258,6 +258,7 @@ class Experts(nn.Module):
             "norm": (self.norm, None),
             "backend": (self.backend, "auto"),
             "weight_gradients": (self.weight_gradients, None),
+            "recompute": (self.recompute, False),
         }
         parts = [
             f"num_experts={self.num_experts}",

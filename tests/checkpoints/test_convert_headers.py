@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint_files import ROOT, SIZES, Sizes, hf_tensors, read, stacked, write
+from samebits import UnsupportedError
 from samebits.checkpoints import BadFileError, convert
 
 pytestmark = pytest.mark.reference
@@ -126,7 +127,11 @@ def test_a_number_of_experts_that_is_not_that_of_the_file_is_an_error(tmp_path: 
 def test_flattened_experts_are_counted_by_the_configuration(tmp_path: Path) -> None:
     tensors = hf_tensors(SIZES)
     convert(write(tmp_path / "a", tensors), tmp_path / "b", "dbrx")
-    (tmp_path / "b" / "config.json").write_text(json.dumps(CONFIG))
+    config = tmp_path / "b" / "config.json"
+    config.write_text(json.dumps(CONFIG | {"num_experts": 0}))
+    with pytest.raises(UnsupportedError, match="does not say how many"):
+        convert(tmp_path / "b", tmp_path / "c", "hf")
+    config.write_text(json.dumps(CONFIG))
 
     convert(tmp_path / "b", tmp_path / "c", "hf")
 

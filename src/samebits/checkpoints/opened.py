@@ -58,7 +58,7 @@ def open_checkpoint(source: Path, named: str | None, num_experts: int | None) ->
     cut = list(ranks.values()) or [main]
     specs = _configured(source)
     scheme = _scheme(source, cut, named, specs)
-    told = {spec.num_experts for spec in specs}
+    told = {spec.num_experts for spec in specs if spec.num_experts > 0}
     if num_experts is None and len(told) == 1:
         # Where an expert is missing as a whole, no name tells.
         (num_experts,) = told

@@ -349,6 +349,7 @@ def test_a_table_of_token_ids_is_no_rule() -> None:
     [
         ("swiglu_limit", 7.0),
         ("swiglu_limit", 0.0),
+        ("SwiGLU_Limit", 7.0),
         ("expert_softcap", 4.0),
         ("situ_beta", 4.0),
         ("mlp_alpha", 1.5),

@@ -8,7 +8,7 @@ from samebits.errors import UnsupportedError, must
 
 # Fields whose names say that they change what an expert computes.
 _OPTION = re.compile(
-    r"swiglu|limit|softcap|situ|alpha|tanh|on_input|interleave|clamp|linear_offset"
+    r"swiglu|limit|softcap|situ|alpha|tanh|on_input|interleave|clamp|linear_offset", re.IGNORECASE
 )
 _ABSENT = object()
 

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.gpu
 SMALL = replace(CASES["bf16-gpt-oss"], H=256, F=128, E=16, K=3, grad=False)
 
 
-def _one(inputs: Inputs, token: int) -> Inputs:
-    routing, span = inputs.routing, slice(token, token + 1)
+def _some(inputs: Inputs, span: slice) -> Inputs:
+    routing = inputs.routing
     picked = Routing(routing.topk_ids[span], routing.topk_probs[span], routing.num_experts)
     return replace(inputs, x=inputs.x[span], routing=picked, dout=inputs.dout[span])
 
@@ -29,7 +29,7 @@ def _one(inputs: Inputs, token: int) -> Inputs:
 def _assert_one_is_as_many(problem: Problem, inputs: Inputs) -> None:
     expected = run(problem, inputs, "fused")["out"]
     for token in (0, 1, 5):
-        out = run(problem, _one(inputs, token), "fused")["out"]
+        out = run(problem, _some(inputs, slice(token, token + 1)), "fused")["out"]
         assert_bitwise_equal(out, expected[token : token + 1], f"{problem} token {token}")
 
 
@@ -69,6 +69,20 @@ def test_one_token_of_any_kind_has_the_bits_of_a_batch(name: str) -> None:
     _assert_one_is_as_many(problem, make_inputs(problem, 40, valid_tokens=30, device="cuda"))
 
 
+@pytest.mark.parametrize("distribution", ["uniform", "dropped", "one"])
+def test_as_many_as_need_no_sort_have_the_bits_of_one_token(distribution: str) -> None:
+    problem = replace(SMALL, H=136, F=96, E=128, K=2, N=130, expert_start=1, counted=True)
+    inputs = make_inputs(
+        problem, 40, distribution=distribution, valid_tokens=7, seed=3, device="cuda"
+    )
+    expected = run(problem, inputs, "fused")["out"]
+
+    # T * K = E / 8 is the limit.
+    for tokens in (2, 8, 9):
+        out = run(problem, _some(inputs, slice(0, tokens)), "fused")["out"]
+        assert_bitwise_equal(out, expected[:tokens], f"{tokens} tokens")
+
+
 @pytest.mark.parametrize("orientation", ["out_in", "in_out"])
 def test_one_token_under_load_repeats_its_bits(orientation: str) -> None:
     problem = replace(SMALL, H=1024, F=512)
@@ -89,6 +103,43 @@ def _call(problem: Problem, inputs: Inputs, weights: ExpertWeights) -> Tensor:
             inputs.x, inputs.routing, weights, problem.activation,
             placement=problem.placement, backend="fused",
         )  # fmt: skip
+
+
+def test_one_token_through_layers_of_a_graph_sees_new_tokens_and_choices() -> None:
+    problem = replace(SMALL, H=512, F=256)
+    first, second = (make_inputs(problem, 1, seed=s, device="cuda") for s in range(2))
+
+    def layers(inputs: Inputs) -> Tensor:
+        x = inputs.x
+        # Memory of a layer is taken again by the next.
+        for _ in range(8):
+            x = _call(problem, replace(inputs, x=x), inputs.weights)
+            x = x / x.float().norm().to(x.dtype)
+        return x
+
+    expected = layers(second)
+    layers(first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers(first)
+    for name in ("topk_ids", "topk_probs"):
+        getattr(first.routing, name).copy_(getattr(second.routing, name))
+    first.x.copy_(second.x)
+    for name, tensor in first.weights.named_tensors().items():
+        tensor.copy_(getattr(second.weights, name))
+
+    for _ in range(20):
+        graph.replay()
+        assert_bitwise_equal(out, expected)
+
+
+def test_one_token_with_choices_of_any_strides_has_the_bits_of_a_batch() -> None:
+    inputs = make_inputs(SMALL, 40, device="cuda")
+    ids = inputs.routing.topk_ids
+    wide = torch.stack([ids, torch.full_like(ids, -1)], 2)[:, :, 0]
+    assert not wide.is_contiguous()
+    routing = Routing(wide, inputs.routing.topk_probs, inputs.routing.num_experts)
+    _assert_one_is_as_many(SMALL, replace(inputs, routing=routing))
 
 
 @pytest.mark.parametrize("tokens", [1, 16])

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from importlib import import_module
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from samebits import Activation, ExpertWeights, ProbPlacement, Routing
@@ -187,7 +189,26 @@ def test_autograd_hears_of_a_repeated_write(
     assert request.out._version > before
 
 
-@pytest.mark.parametrize("op", ["permute", "indirect_gemm", "hidden_gradient", "weight_gradient"])
+def test_launches_of_another_thread_are_not_of_the_call() -> None:
+    # Else the first calls of two threads would each keep the other from being repeated, for good.
+    with launch.recorded_launches() as made:
+        other = Thread(target=knobs.runtime.launch_enter_hook, args=(None,))
+        other.start()
+        other.join()
+        alone = made.complete
+        knobs.runtime.launch_enter_hook(None)
+
+    assert alone
+    assert not made.complete
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        "permute", "indirect_gemm", "slot_gemm", "row_norm", "dequantize", "hidden_gradient",
+        "weight_gradient",
+    ],
+)  # fmt: skip
 def test_every_kernel_of_a_layer_is_recordable(op: str) -> None:
     module = import_module(f"samebits.ops.{op}.kernel")
     kernels = {name: value for name, value in vars(module).items() if name.endswith("_kernel")}

@@ -26,7 +26,7 @@ from activation_cases import (
     run_launchers,
     run_operator,
 )
-from samebits.activation import ACTIVATIONS, Activation
+from samebits.activation import ACTIVATIONS, Activation, LimitPosition
 from samebits.ops.activation import Operands, Wanted, activate
 from samebits.ops.activation.blocks import BLOCK
 from samebits.ops.activation.tuning import Config, block_columns
@@ -55,6 +55,21 @@ def test_gradient_of_a_clamp_is_one_at_the_bound_and_zero_outside(run: Runner) -
 
     inside = torch.tensor([True, True, False, True, True, True, True, False])
     assert torch.equal(dz[0] != 0, inside)
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+@pytest.mark.parametrize("limit_position", ["pre", "post"])
+def test_gradient_of_a_clamp_passes_nan(run: Runner, limit_position: LimitPosition) -> None:
+    activation = Activation(limit=2.0, limit_position=limit_position)
+    gate = torch.tensor([[float("nan"), 1.0, 3.0, 1.0]])
+    # Beside NaN of one half, the other is a plain number: only a mask could hide it.
+    up = torch.tensor([[1.0, float("nan"), 1.0, 3.0]])
+    z = torch.cat((gate, up), 1).to(run.dtype)
+
+    dz = run(Operands(z), torch.ones(1, 4, dtype=run.dtype), Case(activation, columns=4))["dz"][0]
+
+    assert dz.isnan().tolist() == [True, True, False, False, True, False, False, False]
+    assert (dz == 0).tolist() == [False, False, True, False, False, False, False, True]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS_TRIED, ids=str)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from importlib import import_module
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from samebits import Activation, ExpertWeights, ProbPlacement, Routing
@@ -187,19 +185,6 @@ def test_autograd_hears_of_a_repeated_write(
     kind = repetition.Kind(("key",), [])
     assert repetition.repeat(kind, request) is request.out
     assert request.out._version > before
-
-
-def test_launches_of_another_thread_are_not_of_the_call() -> None:
-    # Else the first calls of two threads would each keep the other from being repeated, for good.
-    with launch.recorded_launches() as made:
-        other = Thread(target=knobs.runtime.launch_enter_hook, args=(None,))
-        other.start()
-        other.join()
-        alone = made.complete
-        knobs.runtime.launch_enter_hook(None)
-
-    assert alone
-    assert not made.complete
 
 
 @pytest.mark.parametrize(

@@ -2,5 +2,5 @@
 
 ::
 
-    v[r, :] = y[r, :] · scale        out[r, :] = D(v[r, :] / sqrt(mean(v[r, :]²) + eps))
+    v[r, :] = y[r, :] · scale        out[r, :] = D(v[r, :] · (1 / sqrt(mean(v[r, :]²) + eps)))
 """

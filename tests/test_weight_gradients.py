@@ -266,6 +266,20 @@ def test_delayed_gradients_leave_the_placeholder_for_the_hooks_that_follow() -> 
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+def test_hooks_of_parameters_run_without_a_gradient(delayed: bool) -> None:
+    module = _with_main_grads(_module(), delayed=delayed)
+    seen: list[Tensor | None] = []
+    module.down.register_hook(seen.append)
+    module.down.register_post_accumulate_grad_hook(lambda down: seen.append(down.grad))
+
+    _step(module)
+    module.backward_dw()
+
+    assert seen == [None, None]
+    assert module.down.main_grad.any()
+
+
 def test_parameters_that_changed_before_backward_dw_are_an_error() -> None:
     module = _with_main_grads(_module(), delayed=True)
     _step(module)

@@ -84,7 +84,7 @@ def test_scales_of_16_bits_are_widened():
 
     assert_bitwise_equal(matrix.dequantize(torch.bfloat16), theirs(module).gate_up)
     module.gate_up_proj_scale_inv.data = module.gate_up_proj_scale_inv.data.double()
-    with pytest.raises(UnsupportedError, match="float8_e4m3fn with .*float64 scales"):
+    with pytest.raises(UnsupportedError, match=r"float8_e4m3fn with .*float64 scales"):
         fp8.matrix_of(module, "gate_up_proj")
 
 

@@ -156,3 +156,11 @@ def test_an_index_that_is_left_beside_one_file_is_refused(tmp_path: Path) -> Non
 
     with pytest.raises(ValueError, match=r"hold only files of this conversion.*index\.json"):
         convert(source, tmp_path / "b", "stacked")
+
+
+def test_a_rank_that_lost_its_files_is_named(tmp_path: Path) -> None:
+    convert(write(tmp_path / "a", hf_tensors(SIZES)), tmp_path / "b", "hf", expert_parallel=3)
+    for path in (tmp_path / "b" / "rank-tp0of1-ep1of3").iterdir():
+        path.unlink()
+
+    assert "rank-tp0of1-ep1of3 must hold model.layers.0.mlp.experts" in _refused(tmp_path / "b")

@@ -94,12 +94,12 @@ def _join(
         own = None if num_experts is None else len(rank.experts(num_experts))
         found[rank], others = layers_of(folder, scheme, own)
         if others:
-            raise ValueError(must(rank.folder, "hold experts only", others[0].name))
+            raise BadFileError(must(rank.folder, "hold experts only", others[0].name))
     roots = sorted({root for layers in found.values() for root in layers}, key=natural)
     for root in roots:
         lacking = [rank.folder for rank, layers in found.items() if root not in layers]
         if lacking:
-            raise ValueError(must(lacking[0], f"hold {root}", "nothing of it"))
+            raise BadFileError(must(lacking[0], f"hold {root}", "nothing of it"))
         yield root, CutExperts([(rank, layers[root]) for rank, layers in found.items()])
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samebits.backends import BACKENDS, passes
 from samebits.backends.recorder import Pass
+from samebits.errors import UnsupportedError
 from samebits.experts import experts
 from samebits.problem import Problem, ProbPlacement
 from samebits.routing import Routing
@@ -126,6 +127,20 @@ def test_a_recomputed_projection_has_the_same_bits(placement: ProbPlacement, bac
         found = run_function(problem, inputs, partial(experts, backend=backend, recompute=True))
         for quantity, value in found.items():
             assert_bitwise_equal(value, expected[quantity], quantity)
+
+
+@pytest.mark.usefixtures("unpoisoned_memory")
+def test_without_gradients_of_its_own_it_does_not_run_the_forward_either() -> None:
+    problem = _in(CASES["norm"], "bf16")
+    inputs = make_inputs(problem, 40, device="cuda")
+    layer = partial(experts, recompute=True)
+    expected = run(problem, inputs, "auto")
+
+    for _ in range(3):
+        for quantity, value in run_function(problem, inputs, layer).items():
+            assert_bitwise_equal(value, expected[quantity], quantity)
+    with pytest.raises(UnsupportedError, match="no gradients of a post-expert norm"):
+        run_function(problem, inputs, partial(layer, backend="fused"))
 
 
 @pytest.mark.usefixtures("unpoisoned_memory")

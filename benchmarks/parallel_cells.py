@@ -41,7 +41,8 @@ def clock(function, device):
 
 
 def find_route(ranks, ids):
-    return depart(ranks, ids, num_valid_tokens=None, wishes=0, agreement="bench").route()
+    leaving = depart(ranks, ids, num_valid_tokens=None, wishes=0, agreement="bench", wrong=None)
+    return leaving.route()
 
 
 class Cell:

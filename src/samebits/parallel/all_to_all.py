@@ -14,7 +14,7 @@ from samebits.errors import UnsupportedError, must
 from samebits.ops.permute import combine as combine_rows
 from samebits.ops.permute import permute
 from samebits.parallel.ranks import Ranks
-from samebits.parallel.route import Route, depart
+from samebits.parallel.route import Route, depart, wrong_ids
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 
@@ -64,17 +64,39 @@ def dispatch(
     require_type("x", x, Tensor)
     require_type("routing", routing, Routing)
     require_type("ranks", ranks, Ranks)
+    if routing.num_experts not in (None, ranks.num_experts):
+        rule = f"be N = {ranks.num_experts}, as ranks say"
+        raise ValueError(must("num_experts", rule, routing.num_experts))
+    wrong = wrong_ids(routing.topk_ids, ranks.num_experts, num_valid_tokens)
+    return dispatch_agreed(
+        x, routing, ranks, "dispatch", wrong, ProbPlacement(placement), num_valid_tokens
+    )
+
+
+def dispatch_agreed(
+    x: Tensor,
+    routing: Routing,
+    ranks: Ranks,
+    agreement: str,
+    wrong: ValueError | None,
+    placement: ProbPlacement,
+    num_valid_tokens: Tensor | None,
+) -> Dispatched:
+    """See ``dispatch``; ``agreement`` and ``wrong`` as in ``depart``.
+
+    Determinism: see ``dispatch``.
+    """
     ids, probs = routing.topk_ids, routing.topk_probs
     if x.dim() != 2 or x.shape[0] != ids.shape[0]:
         rule = f"have shape (T, H) with T = topk_ids.shape[0] = {ids.shape[0]}"
         raise ValueError(must("x", rule, tuple(x.shape)))
-    placement = ProbPlacement(placement)
     leaving = depart(
         ranks,
         ids,
         num_valid_tokens=num_valid_tokens,
         wishes=0,
-        agreement=f"dispatch|{placement}|H={x.shape[1]}|{x.dtype}|{probs.dtype}|{ranks.bounds}",
+        agreement=f"{agreement}|{placement}|H={x.shape[1]}|{x.dtype}|{probs.dtype}|{ranks.bounds}",
+        wrong=wrong,
     )
     on_input = placement == ProbPlacement.FC1_INPUT
     rows = permute(x, leaving.metadata.inverse, leaving.topk, probs if on_input else None)
@@ -119,7 +141,7 @@ def combine(
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: ``rows`` are not as many as arrived.
+        ValueError: ``rows`` are not as many as arrived, or ``out_dtype`` is no float dtype.
 
     Determinism: each token's terms by ascending expert, ties by slot, in fp32 from +0.0.
     """
@@ -129,6 +151,8 @@ def combine(
     if rows.dim() != 2 or rows.shape[0] != order.shape[0]:
         rule = f"have shape (A, H) with A = {order.shape[0]} rows that arrived"
         raise ValueError(must("rows", rule, tuple(rows.shape)))
+    if out_dtype is not None and not out_dtype.is_floating_point:
+        raise ValueError(must("out_dtype", "be None or a float dtype", out_dtype))
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
     sums = _travel(rows.index_select(0, inverse), route, False)

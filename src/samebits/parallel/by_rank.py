@@ -17,9 +17,9 @@ from samebits.errors import must
 from samebits.experts import experts
 from samebits.formats.weights import Parameters
 from samebits.ops.permute import permute
-from samebits.parallel.all_to_all import combine, dispatch, send
+from samebits.parallel.all_to_all import combine, dispatch_agreed, send
 from samebits.parallel.ranks import Ranks
-from samebits.parallel.route import on_device, take
+from samebits.parallel.route import on_device, take, wrong_ids
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 
@@ -62,6 +62,8 @@ def experts_by_rank(
     require_type("routing", routing, Routing)
     require_type("ranks", ranks, Ranks)
     check_weights(weights)
+    require_type("activation", activation, Activation)
+    placement = ProbPlacement(placement)
     ids, probs = routing.topk_ids.to(torch.int64), routing.topk_probs
     if weights.down.shape[0] != len(ranks.held) or not ranks.held:
         rule = f"hold the experts {ranks.held} of this rank, at least one"
@@ -73,7 +75,11 @@ def experts_by_rank(
     # As if each rank were one expert, chosen by the token's first slot there.
     whole = replace(ranks, bounds=tuple(range(ranks.size + 1)))
     to_ranks = Routing(torch.where(repeated, -1, owner), torch.ones_like(probs))
-    sent = dispatch(x, to_ranks, whole, num_valid_tokens=num_valid_tokens)
+    # The ranks' own calls of ``experts`` compare nothing.
+    agreement = f"by_rank|{placement}|{activation.key}|{backend}|{probs.dtype}|{ranks.bounds}"
+    wrong = wrong_ids(ids, ranks.num_experts, num_valid_tokens)
+    placed = ProbPlacement.FC2_OUTPUT
+    sent = dispatch_agreed(x, to_ranks, whole, agreement, wrong, placed, num_valid_tokens)
     route, topk = sent.route, ids.shape[1]
     # With 1 added, what is no row has id -1.
     there = route.go(take(ids + 1, route.slots // topk, 0)) - 1

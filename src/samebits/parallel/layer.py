@@ -14,21 +14,19 @@ from torch import Tensor
 from samebits.activation import Activation
 from samebits.arguments import require_type
 from samebits.backends.call import DIFFERENTIABLE, INPUTS, Call, Gradients, check_weights
-from samebits.backends.operator import check_ids
 from samebits.backends.options import Options
 from samebits.errors import UnsupportedError, must
 from samebits.experts import checked
 from samebits.formats.weights import Parameters
 from samebits.ops.permute import combine, permute
 from samebits.parallel.ranks import Ranks
-from samebits.parallel.route import Route, depart, take
+from samebits.parallel.route import Route, depart, take, wrong_ids
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 
 _PLAIN = Activation()
-# What a rank may want of the others: a backward pass, gradients of x and of the probabilities, and
-# that they stop.
-_BACKWARD, _X, _PROBS, _STOP = 1, 2, 4, 8
+# What a rank may want of the others: a backward pass, gradients of x and of the probabilities.
+_BACKWARD, _X, _PROBS = 1, 2, 4
 
 
 def parallel_experts(
@@ -47,7 +45,8 @@ def parallel_experts(
 
     Every rank calls it with its own tokens (any number, 0 too) and its own experts, and runs its
     backward if another does: collectives are the same on every rank whatever it wants a gradient
-    of. With a capacity, either all ranks record gradients or none.
+    of, but for ``norm_scale``, which all train or none. With a capacity, either all ranks record
+    gradients or none.
 
     Args:
         x: ``(T, H)``, this rank's tokens.
@@ -68,7 +67,8 @@ def parallel_experts(
     Raises:
         TypeError: See ``samebits.experts``.
         ValueError: See ``samebits.experts``; or the ranks disagree about the layer (exact mode).
-        UnsupportedError: See ``samebits.experts``.
+        UnsupportedError: See ``samebits.experts``; or one rank is in inference mode and another
+            wants gradients (exact mode).
 
     Determinism: output and all gradients but that of ``norm_scale`` have the bits of
     ``samebits.experts`` on one rank that has all experts and the tokens of the ranks in rank order
@@ -94,25 +94,23 @@ def parallel_experts(
         out_dtype=out_dtype,
         num_valid_tokens=num_valid_tokens,
     )
-    wrong = _wrong_ids(call, num_experts)
-    if wrong is not None and ranks.capacity is not None:
-        raise wrong
-    wishes = _wishes_of(call, ranks) | (0 if wrong is None else _STOP)
+    # What follows a layer may sum this gradient over the ranks: all want it, or none.
+    scale = call.norm_scale
+    trained = scale is not None and scale.requires_grad and torch.is_grad_enabled()
     leaving = depart(
         ranks,
         call.topk_ids,
         num_valid_tokens=num_valid_tokens,
-        wishes=wishes,
+        wishes=_wishes_of(call, ranks),
         agreement=f"{options.text()}|H={call.x.shape[1]}|{call.x.dtype}|{call.topk_probs.dtype}"
-        f"|{ranks.bounds}",
+        f"|{ranks.bounds}|{'gradient of norm_scale' if trained else ''}",
+        wrong=wrong_ids(call.topk_ids, num_experts, num_valid_tokens),
     )
     # Before the wait for counts, which it does not need.
-    scale = call.topk_probs if options.placement == ProbPlacement.FC1_INPUT else None
+    probs = call.topk_probs if options.placement == ProbPlacement.FC1_INPUT else None
     with torch.no_grad():
-        rows = permute(call.x, leaving.metadata.inverse, leaving.topk, scale)
+        rows = permute(call.x, leaving.metadata.inverse, leaving.topk, probs)
     layer = _Layer(leaving.route(), options)
-    if layer.route.wishes & _STOP:
-        raise wrong or ValueError("topk_ids of another rank are out of range; it says which")
     if not layer.route.wishes:
         return layer.forward(call, rows, save=False)[0]
     # Part of the graph even where nothing here has a gradient: others wait for this backward.
@@ -134,15 +132,6 @@ def _wishes_of(call: Call, ranks: Ranks) -> int:
     wishes = _BACKWARD if wanted else 0
     wishes |= _X if "x" in wanted else 0
     return wishes | (_PROBS if "topk_probs" in wanted else 0)
-
-
-def _wrong_ids(call: Call, num_experts: int) -> ValueError | None:
-    """Return what is wrong with the ids: raised at once, it would let the others wait for ever."""
-    try:
-        check_ids(call, num_experts)
-    except ValueError as error:
-        return error
-    return None
 
 
 @dataclass(frozen=True, eq=False)

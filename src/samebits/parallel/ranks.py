@@ -1,5 +1,6 @@
 """Which rank holds which experts, and how many rows two ranks may exchange without a host sync."""
 
+import zlib
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -126,6 +127,27 @@ class Ranks:
     def counts(self) -> list[int]:
         """How many experts each rank holds."""
         return [stop - start for start, stop in pairwise(self.bounds)]
+
+    def agree(self, device: torch.device) -> None:
+        """Raise on every rank if the ranks were not made alike; waits for the device.
+
+        A collective, once per layer: later calls have sizes that follow from bounds and capacity,
+        and would fail in the transport.
+
+        Args:
+            device: Where the group communicates.
+
+        Raises:
+            ValueError: Another rank has other bounds, or another capacity.
+        """
+        mine = f"Ranks(bounds={self.bounds}, capacity={self.capacity})"
+        told = torch.tensor([zlib.crc32(mine.encode())], device=device)
+        every = [told.clone() for _ in range(self.size)]
+        dist.all_gather(every, told, group=self.group)
+        different = [rank for rank, other in enumerate(every) if int(other) != int(told)]
+        if different:
+            actual = f"others on ranks {different} than here ({mine})"
+            raise ValueError(must("ranks", "be made alike on every rank", actual))
 
     def check(self) -> None:
         """Raise on every rank if slots of any rank did not fit; waits for the device.

@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samebits.errors import must
+from samebits.errors import UnsupportedError, must
 from samebits.ops.permute import Metadata, sort_slots
 from samebits.parallel.ranks import Ranks
+from samebits.routing import require_ids
 
 # Numbers before the offsets in what a rank tells the others.
 _HEADER = 2
+# Bits beside the caller's wishes: that all stop, and that here no backward can follow.
+_STOP, _INFERENCE = 1 << 16, 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +80,8 @@ class Departure:
     topk: int
     wishes: int
     agreement: str
+    # What is wrong with the ids here: raised at once, it would let the others wait.
+    wrong: ValueError | None
     # (W, 2 + N + 1) int32, from each rank: its wishes, a hash of its agreement, its offsets.
     told: Tensor
 
@@ -84,7 +89,9 @@ class Departure:
         """Return the route; without a capacity, waits for the device and then knows every count.
 
         Raises:
-            ValueError: Ranks do not agree; raised on each of them. Not with a capacity.
+            ValueError: Ranks do not agree, or one has an id that is no expert; raised on each of
+                them. Not with a capacity.
+            UnsupportedError: A rank in inference mode beside one that wants gradients; the same.
 
         Determinism: exact integers.
         """
@@ -97,13 +104,26 @@ class Departure:
         told = self.told.cpu()
         wishes, hashes, counted = told[:, 0], told[:, 1], told[:, _HEADER:]
         _check_agreement(hashes.tolist(), self.ranks.rank, self.agreement)
+        wished = self._agreed(reduce(or_, wishes.tolist()))
         sent = counted[self.ranks.rank, list(self.ranks.bounds)].diff().tolist()
         received = (counted[:, held.stop] - counted[:, held.start]).tolist()
         arrival = torch.arange(sum(received), device=ends.device)
         ids = torch.searchsorted(ends, arrival, right=True).remainder_(max(len(held), 1))
-        every = reduce(or_, wishes.tolist())
         slots, _, inverse, _ = self.metadata
-        return Route(self.ranks, slots, inverse, self.topk, ids, every, sent, received)
+        return Route(self.ranks, slots, inverse, self.topk, ids, wished, sent, received)
+
+    def _agreed(self, wishes: int) -> int:
+        """Return what the callers wish; raise, on every rank, if one cannot go on."""
+        if wishes & _STOP:
+            other = ValueError("topk_ids of another rank are out of range; it says which")
+            raise self.wrong or other
+        wished = wishes & ~_INFERENCE
+        if wished and wishes & _INFERENCE:
+            raise UnsupportedError(
+                "a rank is in inference mode and another wants gradients, for which all run a "
+                "backward; hint: torch.no_grad there"
+            )
+        return wished
 
     def _fixed(self, counts: Tensor) -> Route:
         """Return a route through buffers of fixed size; nothing waits for the device."""
@@ -136,6 +156,7 @@ def depart(
     num_valid_tokens: Tensor | None,
     wishes: int,
     agreement: str,
+    wrong: ValueError | None,
 ) -> Departure:
     """Sort the rows of a routing and tell every rank how many there are; a collective.
 
@@ -145,15 +166,39 @@ def depart(
         num_valid_tokens: See ``samebits.experts``.
         wishes: Bits that this rank sets; every rank learns of each, without a capacity.
         agreement: What all ranks must have given alike.
+        wrong: See ``wrong_ids``.
+
+    Raises:
+        ValueError: ``wrong``, with a capacity: no rank learns of the others' errors there.
 
     Determinism: exact integers.
     """
+    if wrong is not None and ranks.capacity is not None:
+        raise wrong
     metadata = sort_slots(topk_ids, ranks.num_experts, num_valid_tokens=num_valid_tokens)
-    header = wishes, zlib.crc32(agreement.encode()) >> 1
-    mine = torch.cat([on_device(header, topk_ids.device), metadata.offsets])
-    ones = [1] * ranks.size
-    told = _exchange(mine.expand(ranks.size, -1), ones, ones, ranks.group)
-    return Departure(ranks, metadata, topk_ids.shape[1], wishes, agreement, told)
+    told_too = (0 if wrong is None else _STOP) | torch.is_inference_mode_enabled() * _INFERENCE
+    header = wishes | told_too, zlib.crc32(agreement.encode()) >> 1
+    # The same for every rank: a gather, whose own collective needs a copy for each of them.
+    mine = [on_device(header, topk_ids.device), metadata.offsets]
+    copies = torch.cat(mine * ranks.size).view(ranks.size, -1)
+    told = torch.empty_like(copies)
+    dist.all_to_all_single(told, copies, group=ranks.group)
+    return Departure(ranks, metadata, topk_ids.shape[1], wishes, agreement, wrong, told)
+
+
+def wrong_ids(topk_ids: Tensor, num_experts: int, count: Tensor | None) -> ValueError | None:
+    """Return what is wrong with the ids of valid tokens, where looking costs no device sync.
+
+    Determinism: exact integers.
+    """
+    # What is wrong with the count, ``sort_slots`` says.
+    if count is not None and topk_ids.device.type == "cpu" and count.numel() == 1:
+        topk_ids = topk_ids[: max(0, int(count))]
+    try:
+        require_ids(topk_ids, num_experts)
+    except ValueError as error:
+        return error
+    return None
 
 
 @lru_cache(maxsize=256)
@@ -190,11 +235,11 @@ def _exchange(
     sent: list[int],
     received: list[int],
     group: dist.ProcessGroup,
-    total: int | None = None,
+    total: int,
 ) -> Tensor:
     """Send ``sent[r]`` rows to rank r; return ``total`` rows, those received first."""
     arriving = sum(received)
-    out = rows.new_empty(arriving if total is None else total, *rows.shape[1:])
+    out = rows.new_empty(total, *rows.shape[1:])
     given = rows[: sum(sent)].contiguous()
     dist.all_to_all_single(_bytes(out[:arriving]), _bytes(given), received, sent, group=group)
     return out

@@ -139,6 +139,8 @@ class ExpertParallel(ParallelStyle):
         for option in ("weight_gradients", "recompute"):
             if getattr(module, option):
                 raise UnsupportedError(f"experts over ranks have no {option}")
+        ranks = Ranks.of(device_mesh.get_group(), module.num_experts, capacity=self.capacity)
+        ranks.agree(torch.device(device_mesh.device_type))
         for name, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, DTensor):
                 raise UnsupportedError(f"{name} is a DTensor already: apply ExpertParallel first")
@@ -148,5 +150,5 @@ class ExpertParallel(ParallelStyle):
             module.register_parameter(name, nn.Parameter(spread, requires_grad=wanted))
         module.__class__ = ParallelExperts
         assert isinstance(module, ParallelExperts)
-        module.ranks = Ranks.of(device_mesh.get_group(), module.num_experts, capacity=self.capacity)
+        module.ranks = ranks
         return module

@@ -1,0 +1,100 @@
+"""What each rank of two runs where the ranks were not given the same: the errors they get."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from module_programs import HIDDEN, layer
+from rank_programs import Case, draw, over_ranks, part, ranks_of, weights_of
+from samebits import PostExpertNorm, ProbPlacement, Routing
+from samebits.nn import Experts
+from samebits.parallel import Capacity, ExpertParallel, combine, dispatch, experts_by_rank
+
+CASE = Case(tokens=(2, 2), bounds=(0, 2, 4))
+
+
+def errors_of(*attempts: Callable[[], object]) -> list[str]:
+    """Return the message of each attempt; empty where there was no error."""
+    messages = []
+    for attempt in attempts:
+        try:
+            attempt()
+        except (ValueError, NotImplementedError) as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+    return messages
+
+
+def ids_that_are_no_experts() -> list[str]:
+    """Return the errors of ``dispatch`` and ``experts_by_rank`` where rank 1 has an id of 9."""
+    group = dist.group.WORLD
+    assert group is not None
+    ranks = ranks_of(CASE, group, torch.device("cpu"))
+    mine = part(CASE, draw(CASE, torch.device("cpu")), ranks.rank)
+    if ranks.rank == 1:
+        mine["topk_ids"][0] = 9
+    routing = Routing(mine["topk_ids"], mine["topk_probs"])
+    return errors_of(
+        lambda: dispatch(mine["x"], routing, ranks),
+        lambda: experts_by_rank(mine["x"], routing, weights_of(mine), ranks=ranks),
+    )
+
+
+def placements_by_rank() -> list[str]:
+    """Return the error of ``experts_by_rank`` where each rank has another placement."""
+    group = dist.group.WORLD
+    assert group is not None
+    ranks = ranks_of(CASE, group, torch.device("cpu"))
+    mine = part(CASE, draw(CASE, torch.device("cpu")), ranks.rank)
+    placement = list(ProbPlacement)[ranks.rank]
+    routing = Routing(mine["topk_ids"].clamp(min=0), mine["topk_probs"])
+    x, weights = mine["x"], weights_of(mine)
+    return errors_of(lambda: experts_by_rank(x, routing, weights, ranks=ranks, placement=placement))
+
+
+def inference_beside_training() -> list[str]:
+    """Return the error where rank 0 is in inference mode and rank 1 wants gradients."""
+    group = dist.group.WORLD
+    assert group is not None
+    device = torch.device("cpu")
+    given = draw(CASE, device)
+
+    def call() -> None:
+        with torch.inference_mode(dist.get_rank() == 0):
+            over_ranks(CASE, given, ranks_of(CASE, group, device))
+
+    return errors_of(call)
+
+
+def frozen_scale_on_one_rank() -> list[str]:
+    """Return the error where the scale that all experts share is trained on rank 0 only."""
+    module = layer(ProbPlacement.FC2_OUTPUT, torch.float32, norm=PostExpertNorm(eps=1e-5))
+    parallelize_module(module, init_device_mesh("cpu", (2,)), {"experts": ExpertParallel()})
+    module.experts.norm_scale.requires_grad_(dist.get_rank() == 0)
+    return errors_of(lambda: module(torch.zeros(3, HIDDEN)))
+
+
+def capacities() -> list[str]:
+    """Return the error of a style whose capacity is another one on each rank."""
+    style = ExpertParallel(capacity=Capacity(8 + dist.get_rank(), "cpu"))
+    module = Experts(num_experts=4, hidden_size=8, intermediate_size=8)
+    mesh = init_device_mesh("cpu", (2,))
+    return errors_of(lambda: parallelize_module(module, mesh, style))
+
+
+def refused_calls() -> list[str]:
+    """Return the errors of what ``dispatch`` and ``combine`` cannot do, on any rank."""
+    group = dist.group.WORLD
+    assert group is not None
+    ranks = ranks_of(CASE, group, torch.device("cpu"))
+    mine = part(CASE, draw(CASE, torch.device("cpu")), ranks.rank)
+    ids, probs = mine["topk_ids"], mine["topk_probs"]
+    sent = dispatch(mine["x"], Routing(ids, probs), ranks)
+    return errors_of(
+        lambda: dispatch(mine["x"], Routing(ids, probs, 7), ranks),
+        lambda: combine(sent.rows, sent, out_dtype=torch.int8),
+    )

@@ -211,6 +211,13 @@ def test_ids_and_probabilities_of_other_dtypes(dtype: torch.dtype) -> None:
     assert_bitwise_equal(out, fused_experts(x, w1, w2, probs.bfloat16().float(), ids))
 
 
+def test_options_that_nobody_would_read_are_refused() -> None:
+    with pytest.raises(TypeError, match="quant_config must be a FusedMoEQuantConfig, got dict"):
+        fused_experts(*_inputs(), quant_config={"gemm1_clamp_limit": 1.0})
+    with pytest.raises(TypeError, match="apply_router_weight_on_input must be a bool"):
+        fused_experts(*_inputs(), apply_router_weight_on_input="no")  # type: ignore[arg-type]
+
+
 def test_ids_and_maps_that_are_no_integers_are_refused() -> None:
     x, w1, w2, probs, ids = _inputs()
 

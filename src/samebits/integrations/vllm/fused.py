@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.arguments import require_indices
+from samebits.arguments import require_bool, require_indices
 from samebits.errors import UnsupportedError, must
 from samebits.experts import experts
 from samebits.integrations.vllm.activations import activation_of
@@ -73,12 +73,14 @@ def fused_experts(
         ``(T, H)`` in the dtype of ``hidden_states``; differentiable, which vLLM's is not.
 
     Raises:
+        TypeError: An argument is not of its type.
         UnsupportedError: Something is quantised, an option is not known, or vLLM's own function
             would multiply a bias by the probability.
         ValueError: Arguments disagree, or (checked on CPU) ``expert_map`` is no such map.
 
     Determinism: see ``samebits.experts``.
     """
+    require_bool("apply_router_weight_on_input", apply_router_weight_on_input)
     biases, options = options_of(quant_config)
     chosen, layout = activation_of(activation, **options)
     if apply_router_weight_on_input and biases[0] is not None:
@@ -152,12 +154,16 @@ def options_of(quant_config: Any) -> tuple[Biases, dict[str, Any]]:
     """Return both biases and the options of the activation that a ``FusedMoEQuantConfig`` holds.
 
     Raises:
+        TypeError: It has no attributes, as a dict.
         UnsupportedError: It says that something is quantised, or has an option that is not known.
 
     Determinism: a function of its argument.
     """
     if quant_config is None:
         return (None, None), {}
+    if not (dataclasses.is_dataclass(quant_config) or hasattr(quant_config, "__dict__")):
+        kind = type(quant_config).__name__  # a dict's entries would be read by nobody
+        raise TypeError(must("quant_config", "be a FusedMoEQuantConfig", kind))
     for name in _QUANTISED:
         value = getattr(quant_config, name, None)
         if value is not None and value is not False:

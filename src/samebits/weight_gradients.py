@@ -101,12 +101,15 @@ def main_grad_of(name: str, parameter: Tensor) -> Tensor:
     if isinstance(buffer, Tensor):
         actual = f"{buffer.dtype} {tuple(buffer.shape)} on {buffer.device}"
         fits = tuple(buffer.shape) == shape and buffer.device == device and buffer.dtype in dtypes
-        if fits and not buffer.requires_grad:
+        # Kernels would add to one place from many at once.
+        expanded = any(s == 0 and n > 1 for s, n in zip(buffer.stride(), shape, strict=False))
+        if fits and not (expanded or buffer.requires_grad):
             return buffer
+        actual += ", expanded" if expanded else ""
     else:
         actual = str(buffer)
     allowed = " or ".join(sorted(map(str, dtypes)))
-    rule = f"be a tensor {shape} in {allowed} on {device} that requires no gradient"
+    rule = f"be a tensor {shape} in {allowed} on {device}, not expanded, that requires no gradient"
     raise ValueError(must(f"{name}.main_grad", rule, actual))
 
 

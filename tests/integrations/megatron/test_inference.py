@@ -220,6 +220,31 @@ def test_a_dropped_option_is_named_with_its_alternative(
         check(config)
 
 
+def test_the_size_of_dense_layers_is_not_that_of_experts() -> None:
+    sizes = {"moe_ffn_hidden_size": 24, "ffn_hidden_size": 100}
+    assert conflicts(_config(**sizes, moe_mlp_glu_interleave_size=8)) == []
+
+    for size in (0, 5):
+        (line,) = conflicts(_config(**sizes, moe_mlp_glu_interleave_size=size))
+        assert f"size = {size} does not divide moe_ffn_hidden_size = 24" in line
+    absent = sizes | {"moe_ffn_hidden_size": None}
+    (line,) = conflicts(_config(**absent, moe_mlp_glu_interleave_size=8))
+    assert "does not divide ffn_hidden_size = 100" in line
+
+
+def test_every_option_that_flashinfer_drops_is_named() -> None:
+    options = {"moe_apply_probs_on_input": True, "activation_func_clamp_value": 7.0}
+    path = {
+        "transformer_impl": "inference_optimized",
+        "inference_grouped_gemm_backend": "flashinfer",
+    }
+
+    first, second = conflicts(_config(**options, **path))
+
+    assert "with moe_apply_probs_on_input: FlashInfer" in first
+    assert "with activation_func_clamp_value: its experts" in second
+
+
 @pytest.mark.parametrize(
     "options",
     [

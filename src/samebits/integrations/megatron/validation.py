@@ -86,11 +86,17 @@ def _conflicts(fields: Fields) -> Iterator[str]:
 
 
 def _sizes(fields: Fields, interleave: int | None) -> Iterator[str]:
-    columns = fields.get("moe_ffn_hidden_size", "ffn_hidden_size", default=None)
-    if interleave is not None and columns is not None and columns % interleave:
+    # Dense layers have the second one; experts too, where the first is absent.
+    name = "moe_ffn_hidden_size"
+    if not fields.get(name, default=None):
+        name = "ffn_hidden_size"
+    columns = fields.get(name, default=None)
+    if interleave is None or not columns:
+        return
+    if interleave < 1 or columns % interleave:
         yield (
-            f"moe_mlp_glu_interleave_size = {interleave} does not divide moe_ffn_hidden_size = "
-            f"{columns}; use a divisor of it"
+            f"moe_mlp_glu_interleave_size = {interleave} does not divide {name} = {columns}; use a "
+            "divisor of it, or None"
         )
 
 
@@ -104,7 +110,8 @@ def _inference(fields: Fields, options: list[str], on_input: bool) -> Iterator[s
             "inference_grouped_gemm_backend=flashinfer with moe_apply_probs_on_input: FlashInfer "
             "multiplies the output; use inference_functions(config)"
         )
-    elif options:
+        options = [name for name in options if name != "moe_apply_probs_on_input"]
+    if options:
         yield (
             f"inference_grouped_gemm_backend={backend} with {', '.join(options)}: its experts "
             "compute plain halves and multiply the output; use inference_functions(config)"

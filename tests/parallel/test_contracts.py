@@ -43,6 +43,8 @@ def test_refusals() -> None:
     gate_up, down = torch.zeros(2, 6, 4), torch.zeros(2, 4, 3)
     with pytest.raises(ValueError, match="F that is a multiple of 2, got 3"):
         row_parallel_part(ExpertWeights(gate_up=gate_up, down=down), 0, 2)
+    with pytest.raises(ValueError, match="rank must be >= 0, got -1"):
+        row_parallel_part(ExpertWeights(gate_up=gate_up, down=down), -1, 2)
     normed = ExpertWeights(
         gate_up=gate_up, down=down, norm=PostExpertNorm(eps=1e-5), norm_scale=torch.ones(4)
     )

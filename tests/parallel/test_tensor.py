@@ -57,6 +57,8 @@ def test_refusals() -> None:
         TensorParallelWeights.shard(weights(64, 8), 0, 2)
     with pytest.raises(ValueError, match="H that is a multiple of 2, got 7"):
         TensorParallelWeights.shard(weights(128, 7), 0, 2)
+    with pytest.raises(ValueError, match="rank must be below size = 2, got 2"):
+        TensorParallelWeights.shard(weights(128, 8), 2, 2)
     normed = ExpertWeights(
         gate_up=torch.zeros(2, 256, 8),
         down=torch.zeros(2, 8, 128),

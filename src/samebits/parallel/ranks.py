@@ -35,6 +35,14 @@ def expert_bounds(num_experts: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(min(rank * share, num_experts) for rank in range(num_ranks + 1))
 
 
+def require_rank(rank: int, size: int) -> None:
+    """Raise unless ``rank`` is one of ``size``."""
+    require_int("size", size, minimum=1)
+    require_int("rank", rank, minimum=0)
+    if rank >= size:
+        raise ValueError(must("rank", f"be below size = {size}", rank))
+
+
 class Capacity:
     """Fix how many rows each rank sends to each rank, so that nothing waits for a count.
 

@@ -17,6 +17,7 @@ from samebits.activation import Activation
 from samebits.arguments import require_type
 from samebits.errors import UnsupportedError, must
 from samebits.experts import experts
+from samebits.parallel.ranks import require_rank
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 from samebits.weights import ExpertWeights, Layout, split_gate_up
@@ -30,10 +31,11 @@ def row_parallel_part(weights: ExpertWeights, rank: int, size: int) -> ExpertWei
     ``down_bias`` stays on rank 0: added on each, it would count ``size`` times.
 
     Raises:
-        ValueError: F is no multiple of ``size``.
+        ValueError: F is no multiple of ``size``, or there is no such rank.
         UnsupportedError: The weights have a post-expert norm, which needs the whole sum.
     """
     require_type("weights", weights, ExpertWeights)
+    require_rank(rank, size)
     if weights.norm is not None:
         raise UnsupportedError("a post-expert norm needs the sum over all of F, here cut")
     columns = weights.down.shape[2]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from samebits.arguments import require_type
 from samebits.errors import UnsupportedError, must
+from samebits.parallel.ranks import require_rank
 from samebits.parallel.stages import COLUMNS
 from samebits.weights import ExpertWeights, Layout, split_gate_up
 
@@ -33,10 +34,11 @@ class TensorParallelWeights:
         """Return the part of ``rank`` of ``size``; copies.
 
         Raises:
-            ValueError: F is no multiple of 64 * size, or H none of size.
+            ValueError: F is no multiple of 64 * size, or H none of size; or there is no such rank.
             UnsupportedError: The weights have a post-expert norm, which needs all of H.
         """
         require_type("weights", weights, ExpertWeights)
+        require_rank(rank, size)
         if weights.norm is not None:
             raise UnsupportedError("a post-expert norm takes its mean over all of H, here cut")
         _, hidden, columns = weights.down.shape

@@ -1,14 +1,16 @@
 """Whole audits, in processes of their own: of planted compilers, of two programs by inductor."""
 
 import json
+import signal
 import tempfile
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
 from samebits import cli
-from samebits.checks.compile import TargetError, audit_compile, process, report
+from samebits.checks.compile import TargetError, audit_compile, command, process, report
 from samebits.checks.compile.audit import audit, silence
 from samebits.checks.compile.job import OUT_OF_BUDGET, Job
 from samebits.checks.compile.process import Deadline
@@ -75,6 +77,36 @@ def test_what_was_not_compiled_says_why(tmp_path, name, reason):
     answer = run(tmp_path, name)
 
     assert [reason in step.error for step in answer.steps] == [True, True]
+
+
+def test_an_interrupt_ends_the_other_lane(tmp_path, monkeypatch):
+    begun = tmp_path / "begun"
+    sleeper = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(60)"
+    (tmp_path / "sleeper.py").write_text(sleeper)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(process, "_WORKER", "sleeper")
+    scenario = Scenario("a", (Option("limit", (0.5, 0.25)),), False, None, 1)
+    lanes = [[scenario], [replace(scenario, dynamic=True)]]
+    job = Job(kind="run", target=Target("m:f"), folder=str(tmp_path), output=str(tmp_path / "out"))
+
+    def tell(line):
+        if "dynamic=None" in line:
+            while not begun.exists():
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        process.run_lanes(lanes, job, Deadline(None), tell=tell)
+    assert time.monotonic() - start < 30
+
+
+def test_a_time_limit_from_outside_is_an_interrupt(monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(command, "audit", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+
+    assert cli.main(["check", "compile", RIGHT]) == 130
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_budget_ends_a_compiler_that_hangs(tmp_path):

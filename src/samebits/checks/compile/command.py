@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from samebits.checks.compile import report
@@ -58,6 +61,17 @@ def seconds(text: str) -> float:
     return value
 
 
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Take SIGTERM as Ctrl-C: a CI's time limit must leave no workers and no caches behind."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@_terminated_as_interrupted()
 def main(arguments: argparse.Namespace) -> int:
     """Run the audit, print what it found, and return the exit code."""
     if refusal := _refusal(arguments):

@@ -35,6 +35,10 @@ class Deadline:
         """Seconds until then, infinite where there is no budget."""
         return float("inf") if self._end is None else self._end - time.monotonic()
 
+    def be_now(self) -> None:
+        """Let no time be left."""
+        self._end = time.monotonic()
+
 
 @dataclass
 class Answer:
@@ -113,7 +117,12 @@ def run_lanes(
         return list(_phases(work, deadline, stop_at_first, tell))
 
     with ThreadPoolExecutor(max(1, len(lanes))) as pool:
-        answers = list(pool.map(lane, range(len(lanes))))
+        try:
+            answers = list(pool.map(lane, range(len(lanes))))
+        except BaseException:
+            # Else an interrupt would wait for the other lanes, and these start further workers.
+            deadline.be_now()
+            raise
     return [answer for of_lane in answers for answer in of_lane]
 
 
@@ -188,12 +197,14 @@ class _Process:
 
     def wait(self, deadline: Deadline) -> bool:
         """Wait for the end, and return whether it came before the deadline."""
-        while self._process.poll() is None:
-            if deadline.left <= 0:
-                self.kill()
-                return False
-            time.sleep(_POLL_SECONDS)
-        return True
+        try:
+            while self._process.poll() is None:
+                if deadline.left <= 0:
+                    return False
+                time.sleep(_POLL_SECONDS)
+            return True
+        finally:  # also where an interrupt comes first
+            self.kill()
 
     def lines(self, deadline: Deadline) -> Iterator[dict[str, Any]]:
         """Yield lines as they come, until the worker ends or the deadline ends it."""

@@ -22,7 +22,7 @@ def errors_of(*attempts: Callable[[], object]) -> list[str]:
     for attempt in attempts:
         try:
             attempt()
-        except (ValueError, NotImplementedError) as error:
+        except (TypeError, ValueError, NotImplementedError) as error:
             messages.append(str(error))
         else:
             messages.append("")
@@ -97,4 +97,5 @@ def refused_calls() -> list[str]:
     return errors_of(
         lambda: dispatch(mine["x"], Routing(ids, probs, 7), ranks),
         lambda: combine(sent.rows, sent, out_dtype=torch.int8),
+        lambda: dispatch(mine["x"], Routing(ids, probs), ranks, num_valid_tokens=1),
     )

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samebits.arguments import require_type
 from samebits.errors import UnsupportedError, must
 from samebits.ops.permute import Metadata, sort_slots
 from samebits.parallel.ranks import Ranks
@@ -189,11 +190,16 @@ def depart(
 def wrong_ids(topk_ids: Tensor, num_experts: int, count: Tensor | None) -> ValueError | None:
     """Return what is wrong with the ids of valid tokens, where looking costs no device sync.
 
+    Raises:
+        TypeError: The count is no tensor.
+
     Determinism: exact integers.
     """
-    # What is wrong with the count, ``sort_slots`` says.
-    if count is not None and topk_ids.device.type == "cpu" and count.numel() == 1:
-        topk_ids = topk_ids[: max(0, int(count))]
+    if count is not None:
+        require_type("num_valid_tokens", count, Tensor)
+        # What else is wrong with the count, ``sort_slots`` says.
+        if topk_ids.device.type == "cpu" and count.numel() == 1:
+            topk_ids = topk_ids[: max(0, int(count))]
     try:
         require_ids(topk_ids, num_experts)
     except ValueError as error:

@@ -74,7 +74,8 @@ def weighted_bias_quick_geglu_impl(
         input: ``(…, 2F)``.
         bias: ``(2F,)``, or any shape that broadcasts to ``input``; or None.
         weights: ``(…, 1)``, one factor per row.
-        fp8_input_store: Keep the operator's input in fp8 (e4m3) for the backward.
+        fp8_input_store: Keep the operator's input in fp8 (e4m3) for the backward. With a bias and
+            a clamp it saves nothing: ``input`` itself is kept as well.
         linear_offset: Added to up; a number or a tensor with one element.
         clamp_value: Bound, finite and > 0; None leaves values unbounded.
 

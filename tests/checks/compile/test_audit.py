@@ -103,9 +103,19 @@ def test_an_interrupt_ends_the_other_lane(tmp_path, monkeypatch):
 
 def test_a_time_limit_from_outside_is_an_interrupt(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(command, "audit", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    tidied = []
+
+    def stopped_twice(*_, **__):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # `timeout` sends it to the process and its group
+            tidied.append(True)
+
+    monkeypatch.setattr(command, "audit", stopped_twice)
 
     assert cli.main(["check", "compile", RIGHT]) == 130
+    assert tidied
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -7,7 +7,7 @@ import torch
 from samebits.checks.compile.job import Job
 from samebits.checks.compile.place import candidates
 from samebits.checks.compile.survey import guarded, survey
-from samebits.checks.compile.target import Target, guess_inputs, load
+from samebits.checks.compile.target import Target, TargetError, guess_inputs, load
 
 pytestmark = pytest.mark.reference
 
@@ -79,6 +79,15 @@ def test_inputs_are_guessed_from_annotations():
 
     assert (tuple(args[0].shape), args[1:]) == ((4, 8), (0.75,))
     assert (tuple(kwargs["mask"].shape), kwargs["on"]) == ((4, 8), False)
+
+
+def test_no_input_is_guessed_from_what_a_container_holds():
+    def optional(x: torch.Tensor | None, scale: int | float): ...
+    def sizes(x, sizes: list[int]): ...
+
+    assert guess_inputs(optional)[0][1] == 2
+    with pytest.raises(TargetError, match=r"'sizes' \(list\[int\]\) can be guessed"):
+        guess_inputs(sizes)
 
 
 def test_inputs_of_a_module_are_guessed_from_its_forward():

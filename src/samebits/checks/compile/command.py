@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from samebits.checks.compile import report
 from samebits.checks.compile.audit import audit, progress
@@ -64,7 +65,13 @@ def seconds(text: str) -> float:
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """Take SIGTERM as Ctrl-C: a CI's time limit must leave no workers and no caches behind."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def interrupt(*_: object) -> NoReturn:
+        # `timeout` sends it twice: the second one must not stop the tidying up.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:

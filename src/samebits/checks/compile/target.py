@@ -1,6 +1,7 @@
 """What is audited: a callable and a factory of its inputs, found again in every process by name."""
 
 import inspect
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def make(factory: Factory, *, second_shape: bool = False) -> Inputs:
         and isinstance(made[1], dict)
     ):
         raise TargetError(
-            must("make_inputs()", "return (args, kwargs), a tuple and a dict", repr(type(made)))
+            must("make_inputs()", "return (args, kwargs), a tuple and a dict", type(made).__name__)
         )
     return tuple(made[0]), dict(made[1])
 
@@ -134,10 +135,11 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _guess(name: str, hint: Any) -> Any:
-    options = [h for h in typing.get_args(hint) if h is not type(None)] or [hint]
-    for option in options:
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    for option in typing.get_args(hint) if union else (hint,):
         if option in _GUESSED_NUMBERS:
             return _GUESSED_NUMBERS[option]
         if isinstance(option, type) and issubclass(option, torch.Tensor):
             return torch.randn(_GUESSED_SHAPE)
-    raise TargetError(f"no value of {name!r} ({hint}) can be guessed; give --inputs module:factory")
+    said = inspect.formatannotation(hint)
+    raise TargetError(f"no value of {name!r} ({said}) can be guessed; give --inputs module:factory")

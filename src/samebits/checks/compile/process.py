@@ -15,7 +15,7 @@ from typing import Any
 
 from samebits import env
 from samebits.checks.compile.job import OUT_OF_BUDGET, Job, StepRecord
-from samebits.checks.compile.sequence import Phase, Scenario
+from samebits.checks.compile.sequence import PHASES, Scenario
 
 Tell = Callable[[str], None]
 
@@ -128,8 +128,7 @@ def run_lanes(
 
 def _phases(job: Job, deadline: Deadline, stop_at_first: bool, tell: Tell) -> Iterator[Answer]:
     first: dict[str, dict[str, float]] = {}
-    phases: tuple[Phase, ...] = ("fresh", "warm")
-    for phase in phases:
+    for phase in PHASES:
         if not job.scenarios:
             return
         tell(f"{len(job.scenarios)} sequences, dynamic={job.scenarios[0].dynamic}, {phase} cache")

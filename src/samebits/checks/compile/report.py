@@ -8,7 +8,7 @@ from typing import Any
 from samebits.checks.compile.job import StepRecord
 from samebits.checks.compile.record import Audit
 from samebits.checks.compile.remedies import REMEDIES
-from samebits.checks.compile.sequence import Scenario
+from samebits.checks.compile.sequence import PHASES, Scenario
 from samebits.checks.result import Result, Verdict, plain_table
 
 
@@ -71,8 +71,8 @@ def _of_scenario(audit: Audit, scenario: Scenario) -> Result:
         verdict, note = "not_run", f"the compiled call raises {errors[0]}"
     elif scenario.name in audit.unfinished:
         verdict, note = "not_run", audit.unfinished[scenario.name]
-    elif not steps:
-        verdict, note = "not_run", "it was stopped before"
+    elif len(steps) < sum(len(scenario.steps(phase)) for phase in PHASES):
+        verdict, note = "not_run", "it was stopped before" + (" its end" if steps else "")
     else:
         note = storm(steps)
     return Result(

@@ -13,6 +13,7 @@ from typing import Literal
 from samebits.checks.compile.place import Number
 
 Phase = Literal["fresh", "warm"]
+PHASES: tuple[Phase, ...] = ("fresh", "warm")
 
 # Indices of values. With two values (a bool), higher ones alternate between the two.
 _FIRST_SHAPE: Mapping[Phase, tuple[int, ...]] = {"fresh": (0, 1, 2, 3, 1), "warm": (2, 3, 0, 1, 3)}

@@ -222,3 +222,16 @@ def test_memory_is_filled_and_listed():
     assert [t.data_ptr() for t in memory] == [t.data_ptr() for t in taken]
     with filled(0x3C):
         assert torch.empty(2, dtype=torch.uint8).tolist() == [0x3C] * 2
+
+
+def test_memory_that_a_call_gave_back_is_not_read() -> None:
+    def call() -> torch.Tensor:
+        kept, spent = torch.empty(8), torch.empty(8)
+        result = kept.fill_(1.0) + 1.0
+        spent.untyped_storage().resize_(0)
+        return result
+
+    outcome = run(call)
+
+    assert [t.numel() for t in outcome.memory] == [8]
+    assert outcome.same(outcome.kept())

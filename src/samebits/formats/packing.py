@@ -116,7 +116,7 @@ def _scales(
     """Return the scales of blocks, the fp32 factors that they stand for, and the global scale."""
     empty = largest == 0
     if held.scales == "fp32":
-        factors = torch.where(empty, 1.0, (largest / held.value.largest).clamp(min=_TINY))
+        factors = torch.where(empty, 1.0, _over(largest, held.value.largest).clamp(min=_TINY))
         return factors, factors, None
     if held.scales == "e8m0":
         mantissa, exponent = torch.frexp(largest)
@@ -128,9 +128,14 @@ def _scales(
         scales = torch.where(broken, E8M0_NAN, encode_e8m0(exponent))
         return scales.to(torch.uint8), factors, None
     # No rows have no largest weight.
-    whole = pad(largest.flatten(), (0, 1)).amax() / (held.value.largest * 448.0)
+    whole = _over(pad(largest.flatten(), (0, 1)).amax(), held.value.largest * 448.0)
     whole = torch.where(whole > 0, whole.clamp(min=_TINY), 1.0)
-    factors = (largest / held.value.largest / whole).clamp(min=_LEAST_E4M3)
+    factors = (_over(largest, held.value.largest) / whole).clamp(min=_LEAST_E4M3)
     factors = torch.where(empty, 1.0, factors)
     scales = encode_e4m3(torch.where(broken, torch.nan, factors))
     return scales, encode_e4m3(factors).float() * whole, whole
+
+
+def _over(numbers: Tensor, divisor: float) -> Tensor:
+    """Return ``numbers / divisor``, rounded once: CUDA multiplies by 1/x where x is no tensor."""
+    return numbers / numbers.new_full((), divisor)

@@ -117,11 +117,14 @@ def move(tokens: int, hidden: int, topk: int, dtype: torch.dtype, device: torch.
     draw = _Draw(device, tokens)
     ids = draw.choices(tokens, 64, topk)
     ids[draw.uniform(tokens, topk) < 0.1] = -1
-    x = _with_odd_rows(draw.normal(tokens, hidden).to(dtype)).requires_grad_()
-    probs = (draw.uniform(tokens, topk) + 0.05).requires_grad_()
+    tokens_of_rows = _with_odd_rows(draw.normal(tokens, hidden).to(dtype))
+    factors = draw.uniform(tokens, topk) + 0.05
     dout = draw.normal(tokens, hidden).to(dtype)
 
     def call() -> tuple[Tensor, ...]:
+        # Leaves of this call: torch adds the two gradients of one on the stream that saw it first,
+        # which must not be another than the one that is captured.
+        x, probs = (t.detach().requires_grad_() for t in (tokens_of_rows, factors))
         found = sort_slots(ids, 64)
         rows = permute(x, found.inverse, topk, probs, offsets=found.offsets)
         out = combine(rows, found.inverse, topk, probs, offsets=found.offsets)

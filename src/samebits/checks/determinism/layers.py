@@ -132,7 +132,11 @@ def _variant(
 def _tile(family: str, problem: Problem, config: Any) -> dict[str, Any]:
     if problem.dtype == "fp32":
         config = config.for_fp32()
-    return asdict(replace(config, tma=False) if family == "odd" else config)
+    tile = asdict(replace(config, tma=False) if family == "odd" else config)
+    if "stored" in tile:
+        # Descriptors store numbers of two bytes, in rows whose strides they can say.
+        tile["stored"] &= problem.dtype != "fp32" and family != "odd"
+    return tile
 
 
 def _projections(family: str, problem: Problem, tokens: int) -> dict[str, Any]:

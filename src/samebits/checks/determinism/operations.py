@@ -92,7 +92,7 @@ def dequantize(held: str) -> Variant:
     return Variant(
         name=f"dequantize {held}",
         kernels=[f"{DEQUANTIZE}_dequantize_kernel"],
-        config={"format": held, "K": columns, "tile": asdict(dequantize_tuning.heuristic(columns))},
+        config={"held": held, "K": columns, "tile": asdict(dequantize_tuning.heuristic(columns))},
         prepare=partial(calls.dequantize, held, columns),
     )
 

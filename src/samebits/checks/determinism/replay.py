@@ -9,6 +9,7 @@
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ Call = Callable[[], Any]
 
 
 class Outcome(NamedTuple):
-    """What a call returned, and all memory that it took unwritten."""
+    """What a call returned, and all memory that it took unwritten and did not give back."""
 
     results: list[Tensor]
     memory: list[Tensor]
@@ -80,7 +81,8 @@ def run(call: Call, byte: int = _FILL) -> Outcome:
     """Make the call once, on the current stream, its memory filled with one byte."""
     with filled(byte) as memory:
         results = [t.detach() for t in named_tensors(call()).values()]
-    return Outcome(results, memory)
+    # A backward gives the memory of what it has read back, whoever holds the tensor.
+    return Outcome(results, [t for t in memory if t.untyped_storage().nbytes()])
 
 
 def replay(
@@ -202,8 +204,12 @@ def _as_graph(call: Call, load: Load, replays: int, tally: Tally) -> None:
         graph.capture_begin()
         try:
             captured = run(call)
-        finally:
-            graph.capture_end()
+        except BaseException:
+            # The capture is broken: that it cannot be ended would hide why.
+            with suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
     for index in range(replays):
         load.start(index)
         graph.replay()

@@ -20,14 +20,16 @@ class Program:
     name: str
     # The first torch that computes it right, without a gradient and with one; None: never wrong.
     mended: tuple = (None, None)
+    # The first torch that computes it wrong, likewise; None: as far back as was looked.
+    begun: tuple = (None, None)
     inputs: Callable = stale_programs.on_cpu
     # Paths of the numbers to vary; empty takes all.
     only: tuple[str, ...] = ()
 
     def stale(self, version: tuple[int, ...], gradient: bool) -> bool:
         """Return whether this torch is known to compute it wrong."""
-        mended = self.mended[gradient]
-        return mended is not None and version < mended
+        mended, begun = self.mended[gradient], self.begun[gradient]
+        return mended is not None and (begun or version) <= version < mended
 
 
 GROUPS: dict[str, tuple[Program, ...]] = {
@@ -45,7 +47,8 @@ GROUPS: dict[str, tuple[Program, ...]] = {
         Program("full"),
         Program("where", (MENDED_CLAMP, MENDED_CLAMP)),
         Program("softplus"),
-        Program("addcmul", (MENDED_CLAMP, MENDED_CLAMP)),
+        # Without a gradient right on 2.11 (a plain loop says so, too), wrong on 2.13.
+        Program("addcmul", (MENDED_CLAMP, MENDED_CLAMP), begun=((2, 12), None)),
         Program("masked_fill", (MENDED_CLAMP, MENDED_CLAMP)),
         Program("hardtanh", (MENDED_CLAMP, MENDED_CLAMP)),
     ),

@@ -44,7 +44,7 @@ def test_the_record_of_the_pinned_torch_is_whole(group):
 
 
 # Torch -> how many of the 32 rows it gets wrong.
-WHOLE_BATTERIES = {(2, 13, 0): 19, (2, 15, 0): 6}
+WHOLE_BATTERIES = {(2, 11, 0): 18, (2, 13, 0): 19, (2, 15, 0): 6}
 
 
 @pytest.mark.parametrize("version", WHOLE_BATTERIES, ids=str)

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from samebits.errors import UnsupportedError
+
 _KEYS = ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
 
 
@@ -22,6 +24,18 @@ def recording() -> Iterator[None]:
     included = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
         yield
+
+
+def refuse_second_derivatives() -> None:
+    """Raise in a backward that is to be differentiated itself.
+
+    Raises:
+        UnsupportedError: It runs with ``create_graph``, outside compiled code.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UnsupportedError(
+            "a layer has no second derivatives; hint: call backward without create_graph"
+        )
 
 
 def laid_out(grad: Tensor, like: Tensor) -> Tensor:

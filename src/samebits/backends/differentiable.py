@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from samebits.arguments import require_type
+from samebits.autograd import refuse_second_derivatives
 from samebits.backends import operator
 from samebits.backends.call import DIFFERENTIABLE, INPUTS, PARAMETERS, Call
 from samebits.backends.options import Options
@@ -44,10 +45,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise UnsupportedError(
-                "a layer has no second derivatives; hint: call backward without create_graph"
-            )
+        refuse_second_derivatives()
         *tensors, z = ctx.saved_tensors
         if ctx.direct and z.numel() and not z.untyped_storage().nbytes():
             raise RuntimeError(

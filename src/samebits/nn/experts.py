@@ -1,8 +1,5 @@
 """Experts as a module: owns the parameters in any layout and storage, and calls ``experts``."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +8,7 @@ from samebits.arguments import require_bool, require_int, require_name, require_
 from samebits.backends import check_name
 from samebits.errors import must
 from samebits.experts import experts
+from samebits.nn.storage import guard_storage
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 from samebits.weight_gradients import Owner, WeightGradients
@@ -24,6 +22,7 @@ from samebits.weights import (
 
 _PLAIN = Activation()
 _HALVES = Layout()
+_HINT = "\nhint: build ExpertWeights over the saved tensors and call load_weights"
 
 
 class Experts(nn.Module):
@@ -122,8 +121,7 @@ class Experts(nn.Module):
         # Validates everything that the parts say about one another.
         _ = self.weights
         self.reset_parameters()
-        self.register_state_dict_post_hook(_save_storage)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_check_storage)  # type: ignore[no-untyped-call]
+        guard_storage(self, "gate_up", _HINT)
 
     @property
     def weights(self) -> ExpertWeights:
@@ -247,6 +245,11 @@ class Experts(nn.Module):
             for name, parameter in self.named_parameters(recurse=False)
         }
 
+    @property
+    def storage(self) -> str:
+        """How parameters are stored, as a ``state_dict`` says; another is not loaded."""
+        return f"{self.layout.key} {self.orientation}"
+
     def extra_repr(self) -> str:
         """Return sizes, and every option that is not neutral."""
         options = {
@@ -270,31 +273,3 @@ class Experts(nn.Module):
             f"{name}={value}" for name, (value, neutral) in options.items() if value != neutral
         ]
         return ", ".join(parts)
-
-
-def _storage(module: Experts) -> str:
-    return f"{module.layout.key} {module.orientation}"
-
-
-def _save_storage(
-    module: nn.Module, _state_dict: dict[str, Any], _prefix: str, local_metadata: dict[str, Any]
-) -> None:
-    assert isinstance(module, Experts)
-    local_metadata["samebits_storage"] = _storage(module)
-
-
-def _check_storage(
-    module: nn.Module,
-    _state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    _strict: bool,
-    _missing_keys: Sequence[str],
-    _unexpected_keys: Sequence[str],
-    error_msgs: list[str],
-) -> None:
-    assert isinstance(module, Experts)
-    saved, own = local_metadata.get("samebits_storage", _storage(module)), _storage(module)
-    if saved != own:
-        hint = "hint: build ExpertWeights over the saved tensors and call load_weights"
-        error_msgs.append(must(f"{prefix}gate_up", f"be stored as {own}", f"{saved}\n{hint}"))

@@ -1,20 +1,17 @@
 """Frozen experts in a low-precision format as a module: what a quantised checkpoint becomes."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from samebits.activation import Activation
 from samebits.arguments import require_type
 from samebits.backends import check_name
-from samebits.errors import must
 from samebits.experts import experts
 from samebits.formats.descriptor import SCALES, VALUES
 from samebits.formats.matrix import QuantizedMatrix
 from samebits.formats.weights import QuantizedWeights
 from samebits.nn.experts import Experts
+from samebits.nn.storage import guard_storage
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 from samebits.weights import Layout
@@ -74,8 +71,7 @@ class QuantizedExperts(nn.Module):
         self.gate_up_bias = parameter(weights.gate_up_bias)
         self.down_bias = parameter(weights.down_bias)
         self.norm_scale = parameter(weights.norm_scale)
-        self.register_state_dict_post_hook(_save_storage)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_check_storage)  # type: ignore[no-untyped-call]
+        guard_storage(self, "gate_up_values")
 
     @property
     def weights(self) -> QuantizedWeights:
@@ -124,6 +120,11 @@ class QuantizedExperts(nn.Module):
             num_valid_tokens=num_valid_tokens,
         )
 
+    @property
+    def storage(self) -> str:
+        """How buffers are stored, as a ``state_dict`` says; another is not loaded."""
+        return f"{self.format} {self.dtype} {self.layout}"
+
     def extra_repr(self) -> str:
         """Return sizes, format and activation."""
         return (
@@ -131,33 +132,6 @@ class QuantizedExperts(nn.Module):
             f"intermediate_size={self.intermediate_size}, format={self.format}, "
             f"dtype={self.dtype}, activation={self.activation.key}, layout={self.layout}"
         )
-
-
-def _storage(module: QuantizedExperts) -> str:
-    return f"{module.format} {module.dtype} {module.layout}"
-
-
-def _save_storage(
-    module: nn.Module, _state_dict: dict[str, Any], _prefix: str, local_metadata: dict[str, Any]
-) -> None:
-    assert isinstance(module, QuantizedExperts)
-    local_metadata["samebits_storage"] = _storage(module)
-
-
-def _check_storage(
-    module: nn.Module,
-    _state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    _strict: bool,
-    _missing_keys: Sequence[str],
-    _unexpected_keys: Sequence[str],
-    error_msgs: list[str],
-) -> None:
-    assert isinstance(module, QuantizedExperts)
-    saved, own = local_metadata.get("samebits_storage", _storage(module)), _storage(module)
-    if saved != own:
-        error_msgs.append(must(f"{prefix}gate_up_values", f"be stored as {own}", saved))
 
 
 AnyExperts = Experts | QuantizedExperts

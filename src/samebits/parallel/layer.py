@@ -13,9 +13,10 @@ from torch import Tensor
 
 from samebits.activation import Activation
 from samebits.arguments import require_type
+from samebits.autograd import refuse_second_derivatives
 from samebits.backends.call import DIFFERENTIABLE, INPUTS, Call, Gradients, check_weights
 from samebits.backends.options import Options
-from samebits.errors import UnsupportedError, must
+from samebits.errors import must
 from samebits.experts import checked
 from samebits.formats.weights import Parameters
 from samebits.ops.permute import combine, permute
@@ -257,10 +258,7 @@ class _ParallelExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "a layer has no second derivatives; hint: call backward without create_graph"
-            )
+        refuse_second_derivatives()
         *tensors, rows, z = ctx.saved_tensors
         call = Call(*tensors)
         places = {n: Call._fields.index(n) + 3 for n in DIFFERENTIABLE}

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from samebits.activation import Activation
 from samebits.arguments import require_type
+from samebits.autograd import refuse_second_derivatives
 from samebits.backends.call import Call
 from samebits.backends.operator import autocast_dtype, check_ids, on_device, outside_autocast
-from samebits.errors import UnsupportedError, must
+from samebits.errors import must
 from samebits.ops.activation import activate
 from samebits.ops.permute import combine, permute
 from samebits.parallel.route import take
@@ -260,10 +261,7 @@ class _TensorParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "a layer has no second derivatives; hint: call backward without create_graph"
-            )
+        refuse_second_derivatives()
         ids, counted, z, *tensors = ctx.saved_tensors
         given = _Given(*tensors)
         dout = douts[0].to(given.x.dtype).contiguous()

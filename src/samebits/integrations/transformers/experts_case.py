@@ -148,7 +148,7 @@ class TinyExperts:
         _set(module, scalars or {})
         inputs = _map(self._inputs(dtype, drop=dropped), torch.Tensor.double)
         with Float64Casts():
-            return _forward_backward(module, _call, inputs)
+            return self._judged(_forward_backward(module, _call, inputs))
 
     def plain(
         self,
@@ -166,8 +166,14 @@ class TinyExperts:
         _set(module, scalars or {})
         inputs = self._inputs(dtype, drop=dropped)
         if not fits:
-            return Plain(_forward_backward(module, _call, inputs), "the class's own loop")
-        return Plain(_forward_backward(module, plain_loop, inputs), "the contract's loop")
+            results, loop = _forward_backward(module, _call, inputs), "the class's own loop"
+        else:
+            results, loop = _forward_backward(module, plain_loop, inputs), "the contract's loop"
+        return Plain(self._judged(results), loop)
+
+    def _judged(self, results: Results) -> Results:
+        """Return the results that the implementations are judged by."""
+        return results
 
     def _loop_fits(self, dtype: torch.dtype) -> bool:
         """Return whether the plain loop in fp64 is the class's function."""

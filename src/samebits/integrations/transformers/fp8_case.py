@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import MixtralConfig
 
-from samebits.checks.models.protocol import Plain, Results, Run, Sizes, UnbuildableError
+from samebits.checks.models.protocol import Results, Run, Sizes, UnbuildableError
 from samebits.formats import MXFP4, WeightFormat
 from samebits.formats.packing import quantize_matrix
 from samebits.integrations.transformers import fp8, tiny
@@ -114,28 +114,8 @@ class TinyFP8(TinyExperts):
             raise ImportError("DeepGEMM needs a CUDA device")
         return super().run(implementation, dtype, dropped=dropped, scalars=scalars)
 
-    def oracle(
-        self,
-        implementation: str,
-        dtype: torch.dtype,
-        *,
-        dropped: bool = False,
-        scalars: Mapping[str, float] | None = None,
-    ) -> Results:
-        """Run in fp64 on the dense weights; see ``ExpertsCase.oracle``."""
-        results = super().oracle(implementation, dtype, dropped=dropped, scalars=scalars)
+    def _judged(self, results: Results) -> Results:
         return {name: results[name] for name in _JUDGED}
-
-    def plain(
-        self,
-        dtype: torch.dtype,
-        *,
-        dropped: bool = False,
-        scalars: Mapping[str, float] | None = None,
-    ) -> Plain:
-        """Run the plain loop on the dense weights; see ``ExpertsCase.plain``."""
-        plain = super().plain(dtype, dropped=dropped, scalars=scalars)
-        return plain._replace(results={name: plain.results[name] for name in _JUDGED})
 
     def _runnable(self, dtype: torch.dtype) -> Any:
         del dtype

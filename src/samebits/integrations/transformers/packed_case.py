@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from samebits.checks.models.protocol import Plain, Results, Run, Sizes
+from samebits.checks.models.protocol import Results, Run, Sizes
 from samebits.formats import MXFP4
 from samebits.formats.packing import quantize_matrix
 from samebits.integrations.transformers import tiny, zoo
@@ -78,32 +78,8 @@ class TinyPacked(TinyExperts):
             raise NotImplementedError(f"{implementation} runs dense weights: see {_CLASS}")
         return super().run(implementation, dtype, dropped=dropped, scalars=scalars)
 
-    def oracle(
-        self,
-        implementation: str,
-        dtype: torch.dtype,
-        *,
-        dropped: bool = False,
-        scalars: Mapping[str, float] | None = None,
-    ) -> Results:
-        """Run in fp64 on the dense weights; see ``ExpertsCase.oracle``."""
-        results = super().oracle(implementation, dtype, dropped=dropped, scalars=scalars)
-        return _judged(results)
-
-    def plain(
-        self,
-        dtype: torch.dtype,
-        *,
-        dropped: bool = False,
-        scalars: Mapping[str, float] | None = None,
-    ) -> Plain:
-        """Run the plain loop on the dense weights; see ``ExpertsCase.plain``."""
-        plain = super().plain(dtype, dropped=dropped, scalars=scalars)
-        return plain._replace(results=_judged(plain.results))
+    def _judged(self, results: Results) -> Results:
+        return {name: value for name, value in results.items() if name not in _FROZEN}
 
     def _attach(self, module: nn.Module) -> None:
         pack_experts(module, MXFP4)
-
-
-def _judged(results: Results) -> Results:
-    return {name: value for name, value in results.items() if name not in _FROZEN}

@@ -3,10 +3,11 @@
     python benchmarks/cpu_activation.py --out benchmarks/results/activation-cpu.json
     python benchmarks/cpu_activation.py --quick
 
-The plain formula computes in the dtype of its input and rounds after every operation. Candidates
-run in turn, round by round. With one thread the time is the processor's, with more the wall's. A
-ratio is the plain formula's median over ours: above 1 ours is faster. ``backward`` is autograd's,
-``explicit`` the function written out.
+The plain formula computes in the dtype of its input and rounds after every operation. In bf16 it
+is also timed in fp32 ("wide": rounded once, as ours is). Candidates run in turn, round by round.
+With one thread the time is the processor's, with more the wall's. A ratio is a formula's median
+over ours: above 1 ours is faster. ``backward`` is autograd's, ``explicit`` the function written
+out.
 """
 
 import argparse
@@ -34,8 +35,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHAPES = ("qwen3-30b", "gpt-oss-120b", "mixtral")
 TOKENS = (64, 512, 4096)
 # Seconds for each candidate of a cell.
-_SECONDS = 0.25
-_FEWEST, _MOST = 5, 101
+_SECONDS = 0.1
+_FEWEST, _MOST = 4, 101
 
 
 class Given(NamedTuple):
@@ -145,18 +146,29 @@ def timed(programs: dict[str, Callable[[], Any]], threads: int) -> dict[str, flo
     return {name: statistics.median(found[1:]) for name, found in times.items()}
 
 
-def pairs(given: Given) -> Iterator[tuple[str, str, dict[str, Callable[[], Any]]]]:
-    """Yield direction, name, and ours and the plain formula as calls."""
-    kinds = ("ours", "plain")
+def _wide(formula: Program) -> Program:
+    """Return the formula computed in fp32 and rounded once."""
+
+    def program(i: Given) -> Tensor:
+        return formula(Given(*(part.float() for part in i))).to(i.y.dtype)
+
+    return program
+
+
+def candidates(given: Given) -> Iterator[tuple[str, str, dict[str, Callable[[], Any]]]]:
+    """Yield direction, name, and ours and the formulas as calls."""
+    wide = given.y.dtype != torch.float32
+    kinds = ("ours", "plain", "wide") if wide else ("ours", "plain")
     leaf = given.y.requires_grad_()
     for name, both in FORWARD.items():
+        programs = (*both, _wide(both[1])) if wide else both
         with torch.no_grad():
             yield (
                 "forward",
                 name,
-                {k: lambda f=f: f(given) for k, f in zip(kinds, both, strict=True)},
+                {k: lambda f=f: f(given) for k, f in zip(kinds, programs, strict=True)},
             )
-        outs = [f(given) for f in both]
+        outs = [f(given) for f in programs]
         backwards = [
             lambda out=out: torch.autograd.grad(
                 out, leaf, given.g if out.shape == given.g.shape else out, retain_graph=True
@@ -167,7 +179,8 @@ def pairs(given: Given) -> Iterator[tuple[str, str, dict[str, Callable[[], Any]]
         del outs, backwards
     plain = given._replace(y=leaf.detach())
     for name, both in EXPLICIT.items():
-        yield "explicit", name, {k: lambda f=f: f(plain) for k, f in zip(kinds, both, strict=True)}
+        calls = {k: lambda f=f: f(plain) for k, f in zip(kinds, both, strict=False)}
+        yield "explicit", name, calls
 
 
 def main() -> None:
@@ -191,12 +204,13 @@ def main() -> None:
                 for tokens in arguments.tokens:
                     model = MODELS[shape]
                     given = make(tokens * model.K, model.F, DTYPES[dtype])
-                    for direction, name, programs in pairs(given):
+                    for direction, name, programs in candidates(given):
                         ms = timed(programs, threads)
                         row = {"threads": threads, "dtype": dtype, "shape": shape, "T": tokens}
                         row |= {"direction": direction, "function": name, **ms}
-                        rows.append(row | {"ratio": ms["plain"] / ms["ours"]})
-                        print(*row.values(), f"{rows[-1]['ratio']:.2f}", flush=True)
+                        ratios = {k: v / ms["ours"] for k, v in ms.items() if k != "ours"}
+                        rows.append(row | {"ratios": ratios})
+                        print(*row.values(), *map("{:.2f}".format, ratios.values()), flush=True)
     summary(rows)
     if arguments.out:
         command = "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
@@ -206,14 +220,13 @@ def main() -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> None:
-    """Print the geometric mean and the least ratio of each function."""
-    keys = dict.fromkeys((r["threads"], r["dtype"], r["direction"], r["function"]) for r in rows)
-    for key in keys:
-        ratios = [
-            r["ratio"]
-            for r in rows
-            if (r["threads"], r["dtype"], r["direction"], r["function"]) == key
-        ]
+    """Print the geometric mean and the least ratio of each function over each formula."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        key = tuple(row[part] for part in ("threads", "dtype", "direction", "function"))
+        for formula, ratio in row["ratios"].items():
+            found.setdefault((*key, formula), []).append(ratio)
+    for key, ratios in found.items():
         mean = math.exp(statistics.mean(map(math.log, ratios)))
         print(*key, f"mean {mean:.2f} least {min(ratios):.2f}")
 

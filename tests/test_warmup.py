@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from samebits import Problem, UnsupportedError, warmup
+from samebits import Problem, UnsupportedError, WeightGradients, warmup
+from samebits.backends.repetition import Watch
 
 PROBLEM = Problem(H=64, F=32, E=2, K=1, dtype="bf16")
 
@@ -72,3 +75,68 @@ def test_compiles_and_loads_every_kernel_of_a_call_without_running_one() -> None
         "_sum_kernel",
     ]
     assert refusal == "problem must be of the current device (sm_80), got sm_90"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """What is compiled: (kernel, whether it adds to a buffer); nothing is."""
+    from samebits.ops._triton.launch import Recordable
+
+    found: list[tuple[str, Any]] = []
+
+    def note(kernel: Any, _: Any, __: Any, constants: dict[str, Any]) -> None:
+        found.append((kernel.fn.__name__, constants.get("ACCUMULATE")))
+
+    monkeypatch.setattr(Recordable, "_compile", note)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    return found
+
+
+TRAINED = "H=64 F=32 E=2 K=1 dtype=bf16 gate_up_bias=bf16 down_bias=bf16 grad=True"
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("policy", "adding"),
+    [
+        (None, [False]),
+        (WeightGradients(main_grad=True), [False, True]),
+        (WeightGradients(delayed=True), [False]),
+        (WeightGradients(main_grad=True, delayed=True), [False, True]),
+    ],
+)
+def test_the_kernels_that_add_to_main_grad_are_compiled_where_they_are_used(
+    policy: WeightGradients | None, adding: Sequence[bool], compiled: list[tuple[str, Any]]
+) -> None:
+    with Watch() as watch:
+        warmup(Problem.parse(TRAINED), [300], weight_gradients=policy)
+
+    for kernel in ("_weight_gradient_kernel", "_sum_chunks_kernel"):
+        assert sorted({adds for name, adds in compiled if name == kernel}) == adding
+    # Whatever else a pass did, it could not be repeated by its launches.
+    assert watch.others == []
+
+
+@pytest.mark.interpret
+def test_a_layer_that_recomputes_has_its_forward_without_z_compiled(
+    compiled: list[tuple[str, Any]],
+) -> None:
+    warmup(Problem.parse(TRAINED), [300])
+    plain = [name for name, _ in compiled].count("_first_projection_kernel")
+    compiled.clear()
+
+    warmup(Problem.parse(TRAINED), [300], recompute=True)
+
+    assert [name for name, _ in compiled].count("_first_projection_kernel") == 2 * plain
+
+
+@pytest.mark.reference
+def test_what_only_a_backward_has_needs_a_problem_with_one() -> None:
+    with pytest.raises(ValueError, match="grad=True where weight_gradients or recompute"):
+        warmup(PROBLEM, [1], recompute=True)
+    with pytest.raises(ValueError, match="grad=True where weight_gradients or recompute"):
+        warmup(PROBLEM, [1], weight_gradients=WeightGradients(delayed=True))
+    with pytest.raises(TypeError, match="weight_gradients must be a WeightGradients"):
+        warmup(PROBLEM, [1], weight_gradients=True)  # type: ignore[arg-type]

@@ -3,20 +3,29 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from samebits.arguments import require_int, require_type
+from samebits.arguments import require_bool, require_int, require_type
 from samebits.backends import choose
-from samebits.backends.call import DIFFERENTIABLE, Call
+from samebits.backends.call import DIFFERENTIABLE, PARAMETERS, Call
 from samebits.env import architecture
 from samebits.errors import UnsupportedError, must
 from samebits.formats.descriptor import WeightFormat
 from samebits.problem import DTYPES, Problem
+from samebits.weight_gradients import Buffer, WeightGradients
 
 
-def warmup(problem: Problem, tokens: Iterable[int], *, backend: str = "auto") -> None:
+def warmup(
+    problem: Problem,
+    tokens: Iterable[int],
+    *,
+    backend: str = "auto",
+    weight_gradients: WeightGradients | None = None,
+    recompute: bool = False,
+) -> None:
     """Compile and load every kernel that ``problem`` needs for these token counts.
 
     Nothing runs and no memory is taken on the device. The first call inside a CUDA graph needs its
@@ -29,15 +38,25 @@ def warmup(problem: Problem, tokens: Iterable[int], *, backend: str = "auto") ->
             kernels are compiled for the current GPU.
         tokens: Each T to come; T that share their tiles share kernels.
         backend: "auto", or the name of one backend.
+        weight_gradients: Of the layer: its buffers are taken to be in fp32 and laid out as the
+            parameters; to add to them and to overwrite them are both covered.
+        recompute: Of the layer.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: A token count is below 1, or the problem names another architecture.
+        ValueError: A token count is below 1, the problem names another architecture, or a problem
+            without ``grad`` is to have gradients somewhere.
         UnsupportedError: This machine has no GPU to compile for, or no backend runs the problem.
 
     Determinism: no result.
     """
     require_type("problem", problem, Problem)
+    require_bool("recompute", recompute)
+    if weight_gradients is not None:
+        require_type("weight_gradients", weight_gradients, WeightGradients)
+    if not problem.grad and (recompute or weight_gradients is not None):
+        rule = "have grad=True where weight_gradients or recompute is given"
+        raise ValueError(must("problem", rule, f"Problem({problem})"))
     counts = list(tokens)
     for count in counts:
         require_int("tokens", count)
@@ -60,9 +79,39 @@ def warmup(problem: Problem, tokens: Iterable[int], *, backend: str = "auto") ->
     with torch.no_grad(), nothing_launched():
         for count, ids in product(counts, (torch.int64, torch.int32)):
             call = _call(problem, count, ids)
-            out, z = module.forward(problem, call, save=problem.grad)
+            out, z = module.forward(problem, call, save=problem.grad and not recompute)
+            if recompute:
+                z = module.recomputed(problem, call)
             if problem.grad:
-                module.backward(problem, call, z, out, _wanted(problem, call), {})
+                _backward(module, problem, call, z, out, weight_gradients)
+
+
+def _backward(
+    module: ModuleType,
+    problem: Problem,
+    call: Call,
+    z: Tensor,
+    dout: Tensor,
+    policy: WeightGradients | None,
+) -> None:
+    """Call the backward as a layer with this policy does."""
+    wanted = _wanted(problem, call)
+    if policy is None:
+        module.backward(problem, call, z, dout, wanted, {})
+        return
+    pairs = list(zip(DIFFERENTIABLE, wanted, strict=True))
+    names = [name for name, asked in pairs if asked and name in PARAMETERS]
+    if policy.delayed:
+        now = tuple(asked and name not in PARAMETERS for name, asked in pairs)
+        module.backward(problem, call, z, dout, now, {})
+        wanted = tuple(name in names for name in DIFFERENTIABLE)
+    for accumulate in (False, True) if policy.main_grad else (False,):
+        held = {name: getattr(call, name) for name in names if policy.main_grad}
+        into = {
+            name: Buffer(torch.empty_like(tensor, dtype=torch.float32), accumulate)
+            for name, tensor in held.items()
+        }
+        module.backward(problem, call, z, dout, wanted, into)
 
 
 def _call(problem: Problem, tokens: int, ids: torch.dtype) -> Call:

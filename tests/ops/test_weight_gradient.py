@@ -104,3 +104,16 @@ def test_bias_gradients_add_in_chunks_counted_from_the_expert() -> None:
         rows[5:69].contiguous(), offsets, slots[5:69].contiguous(), probs, torch.empty(1, 72)
     )
     assert_bitwise_equal(alone[0], dbias[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_bias_gradients_are_added_to_a_buffer_unrounded(dtype: torch.dtype) -> None:
+    rows, slots = _rows(72, 2), torch.arange(110, dtype=torch.int32)
+    alone = launch_bias_gradient(rows, OFFSETS, slots, None, torch.empty(4, 72))
+    # A view: buffers of many parameters lie in one.
+    held = torch.full((4, 2, 72), 3.0, dtype=dtype)
+
+    launch_bias_gradient(rows, OFFSETS, slots, None, held[:, 1], accumulate=True)
+
+    assert_bitwise_equal(held[:, 1], (alone + 3.0).to(dtype))
+    assert_bitwise_equal(held[:, 0], torch.full((4, 72), 3.0, dtype=dtype))

@@ -206,9 +206,11 @@ class _Products:
         from samebits.ops.weight_gradient.kernel import launch_bias_gradient
 
         buffer = self.into.get(name)
-        dtype = parameter.dtype if buffer is None else torch.float32
-        grad = torch.empty_like(parameter, dtype=dtype)
-        launch_bias_gradient(rows, self.metadata.offsets, self.metadata.slots, probs, grad)
-        if buffer is not None:
-            buffer.store(grad)
-        return grad
+        return launch_bias_gradient(
+            rows,
+            self.metadata.offsets,
+            self.metadata.slots,
+            probs,
+            torch.empty_like(parameter) if buffer is None else buffer.tensor,
+            accumulate=buffer is not None and buffer.accumulate,
+        )

@@ -106,6 +106,7 @@ def _chunk_sums_kernel(
 @triton.jit
 def _sum_chunks_kernel(
     chunk_sums_ptr, dbias_ptr, stride_e, stride_n, offsets_ptr, N,
+    ACCUMULATE: tl.constexpr,
     EXPERTS_POW2: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
@@ -116,6 +117,8 @@ def _sum_chunks_kernel(
     for chunk in range(start, end):
         total += tl.load(chunk_sums_ptr + chunk * N + columns, mask=mask, other=0.0)
     place = expert.to(tl.int64) * stride_e + columns.to(tl.int64) * stride_n
+    if ACCUMULATE:
+        total += tl.load(dbias_ptr + place, mask=mask, other=0.0).to(tl.float32)
     tl.store(dbias_ptr + place, total.to(dbias_ptr.dtype.element_ty), mask=mask)
 
 
@@ -186,7 +189,13 @@ def launch_weight_gradient(
 
 
 def launch_bias_gradient(
-    rows: Tensor, offsets: Tensor, slots: Tensor, probs: Tensor | None, dbias: Tensor
+    rows: Tensor,
+    offsets: Tensor,
+    slots: Tensor,
+    probs: Tensor | None,
+    dbias: Tensor,
+    *,
+    accumulate: bool = False,
 ) -> Tensor:
     """Write the sums of each expert's rows, times their probabilities, to ``dbias``; return it.
 
@@ -196,6 +205,7 @@ def launch_bias_gradient(
         slots: ``(R,)`` int32; read with ``probs`` only.
         probs: Factor of each slot.
         dbias: ``(E, N)``, any strides, D or fp32.
+        accumulate: Add to what ``dbias`` holds, in fp32, instead.
 
     Determinism: rows ascending, 64 at a time, then these sums ascending.
     """
@@ -210,6 +220,6 @@ def launch_bias_gradient(
     )  # fmt: skip
     _sum_chunks_kernel[(triton.cdiv(width, 128), experts)](
         chunk_sums, dbias, *dbias.stride(), offsets, width,
-        **sizes, BLOCK=128, num_warps=4, enable_fp_fusion=False,
+        ACCUMULATE=accumulate, **sizes, BLOCK=128, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return dbias

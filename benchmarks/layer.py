@@ -211,7 +211,7 @@ def parser():
     made.add_argument("--full", action="store_true", help="every cell, options, other routings")
     made.add_argument("--options", action="store_true", help="also the models' own options")
     made.add_argument("--backends", default="fused,grouped")
-    made.add_argument("--peers", default=None, help="torch,transformers,liger; none")
+    made.add_argument("--peers", default=None, help="torch,transformers,liger,sonic; none")
     made.add_argument("--out", type=Path, default=HERE / "results" / "layer.json")
     made.add_argument("--assert", dest="targets", type=Path, help="a TOML file of targets")
     made.add_argument("--seconds", type=float, default=math.inf, help="skip cells after so long")

@@ -1,8 +1,8 @@
 """Peers of the layer benchmark: those that run here, and those that were measured before.
 
 A peer is a function of (x, ids, probs). What cannot be captured in a CUDA graph is timed by plain
-launches. SonicMoE's wheel asks for torch <= 2.9.1, and Megatron-LM's released kernels compute
-squared ReLU only: both are compared through the recorded figures.
+launches. Megatron-LM's released kernels compute squared ReLU only: they are compared through the
+recorded figures.
 """
 
 import json
@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
+from sonic_peer import sonic
 
 RECORD = Path(__file__).with_name("peers_h200.json")
 # The peer of this run that the record has too, by which its machine is compared with this one.
@@ -92,6 +93,8 @@ def peers_of(problem, tokens, weights, names):
             found["transformers batched_mm"] = (_transformers(problem, weights, "batched_mm"), True)
     if "liger" in names and _installed("liger_kernel"):
         found["liger"] = (_liger(weights), False)
+    if "sonic" in names and _installed("sonicmoe"):
+        found["sonic"] = (sonic(weights), False)
     return found
 
 

@@ -189,7 +189,7 @@ def main():
     parser.add_argument("--routings", default="uniform", help="uniform,zipf,half")
     parser.add_argument("--options", action="store_true", help="also gpt-oss' options")
     parser.add_argument("--recompute", action="store_true", help="also recompute=True")
-    parser.add_argument("--peers", default="torch", help="torch,transformers,liger; none")
+    parser.add_argument("--peers", default="torch", help="torch,transformers,liger,sonic; none")
     parser.add_argument("--unchecked", action="store_true", help="tests have checked gradients")
     parser.add_argument("--seconds", type=float, default=600, help="start no cell after these")
     parser.add_argument("--compile-share", nargs=2, type=int)

@@ -9,6 +9,7 @@ import pytest
 
 from samebits import env
 from samebits.checks.determinism.coverage import coverage, fingerprint
+from samebits.checks.determinism.evidence import joined, read
 from samebits.checks.determinism.planted import planted
 from samebits.checks.determinism.source import Sources
 from samebits.checks.determinism.variant import RegistryError, load
@@ -238,6 +239,42 @@ def test_evidence_of_a_dirty_tree_fails(folder, tree):
     assert found["double 64"] == ("fail", "no evidence but that of gpu.json")
 
 
+def test_a_later_run_stands_in_for_replays_that_broke(folder):
+    broken = {"replays": {"load": 48}, "different": {"load": 0}, "note": "graph: RuntimeError: no"}
+    write_evidence(folder, name="a.json", double_64=broken)
+
+    assert judged(folder)["double 64"] == (
+        "fail",
+        "only 48 load replays on gpu G: graph: RuntimeError: no",
+    )
+
+    write_evidence(folder, name="b.json")
+
+    assert judged(folder)["double 64"][0] == "pass"
+
+
+def test_a_later_run_does_not_stand_in_for_a_race(folder):
+    write_evidence(folder, name="a.json", double_64={"different": {"load": 3}, "note": "result 0"})
+    write_evidence(folder, name="b.json")
+
+    assert judged(folder)["double 64"][1].startswith("raced on gpu G: 3 of 48 load replays differ")
+
+
+def test_runs_of_one_file_are_joined(folder):
+    write_evidence(folder, double_64={"different": {"load": 3}, "note": "result 0"})
+    known = read(folder / "evidence" / "gpu.json")
+    write_evidence(folder, planted={"different": {"load": 5, "memory": 1}})
+    made = read(folder / "evidence" / "gpu.json")
+    del made.variants["double 128"]
+
+    found = joined(known, made, ["planted"])
+
+    assert found.variants["double 64"].raced
+    assert found.variants["double 128"] == known.variants["double 128"]
+    assert found.variants["planted"].different == {"load": 5, "memory": 1}
+    assert found.seconds == known.seconds + made.seconds
+
+
 def test_evidence_that_saw_no_planted_fault_fails(folder):
     write_evidence(folder, planted={"different": {"load": 5, "memory": 0}})
 
@@ -296,6 +333,7 @@ def test_registries_that_cannot_be_used_are_refused(folder, capsys, text, messag
     [
         (["--registry", "nowhere.py"], "--registry must be a Python file"),
         (["--out", "x.json"], "--out must come with --replay"),
+        (["--owed"], "--owed must come with --replay"),
         (["--replay"], "--replay must come with --out"),
         (["--owe", " "], "--owe must give the reason"),
         (["--replays", "0"], "--replays must be >= 1"),

@@ -44,6 +44,7 @@ def launch(kernel, x, block):
     return y
 """
 REGISTRY = """
+import os
 from functools import partial
 from samebits.checks.determinism import Variant
 
@@ -55,6 +56,9 @@ def prepare(name, block, device):
     x = torch.randn(256, device=device)
     return lambda: kernels.launch(getattr(kernels, name), x, block)
 
+def crash(device):
+    os._exit(9)
+
 def variant(name, kernel="_double_kernel", launched="_double_kernel", block=64, **config):
     call = partial(prepare, launched, block)
     return Variant(name=name, kernels=[FILE + kernel], config=config, prepare=call)
@@ -65,6 +69,7 @@ def variants():
     yield variant("other kernel", "_half_kernel")
     yield variant("other tile", block=128, block_=1, Block=64)
     yield variant("broken", launched="_gone_kernel")
+    yield Variant(name="crash", kernels=[FILE + "_double_kernel"], config={}, prepare=crash)
 """
 CPU = torch.device("cpu")
 
@@ -82,7 +87,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def replayed(folder: Path) -> Callable:
     registry = load(folder / "registry.py", planted())
     variants = {variant.name: variant for variant in registry.variants}
-    return lambda name: replay(variants[name], CPU, registry.root, replays=3)
+    return lambda name: replay(variants[name], CPU, registry.root, replays=3).record
 
 
 def test_a_call_that_repeats(replayed):
@@ -107,7 +112,13 @@ def test_memory_that_nobody_wrote_is_seen(replayed):
     [
         ("other kernel", "it did not launch kernels_of_a_test.py:_half_kernel"),
         ("other tile", "_double_kernel was launched with Block=128, not 64"),
-        ("broken", "AttributeError: module 'kernels_of_a_test' has no attribute '_gone_kernel'"),
+        (
+            "broken",
+            (
+                "AttributeError: module 'kernels_of_a_test' has no attribute '_gone_kernel' "
+                "(registry.py:12)"
+            ),
+        ),
     ],
 )
 def test_a_call_that_is_not_what_the_registry_says(replayed, name, note):
@@ -167,22 +178,66 @@ def test_the_planted_fault_that_a_cpu_can_see(replayed):
     assert replayed("planted old_memory").different["memory"] == 8
 
 
-def test_a_whole_run_with_another_process(folder, capsys):
-    out = folder / "evidence" / "cpu.json"
+def _run(folder: Path, *words: str, out: str = "evidence/cpu.json", tree: str = "1a2b3c") -> int:
     command = ["check", "determinism", "--registry", str(folder / "registry.py"), "--replay"]
-    command += ["--out", str(out), "--tree", "1a2b3c", "--only", "good", "--processes", "1"]
+    command += ["--out", str(folder / out), "--tree", tree, "--processes", "1", "--replays", "2"]
+    return main([*command, *words])
 
-    code = main([*command, "--replays", "2"])
 
-    said = {
-        name: record["different"]
-        for name, record in json.loads(out.read_text())["variants"].items()
-    }
-    assert said["good"] == {"repeat": 0, "memory": 0, "process": 0}
-    assert said["planted old_memory"]["memory"] == 8
+def _variants(folder: Path) -> dict:
+    return json.loads((folder / "evidence" / "cpu.json").read_text())["variants"]
+
+
+def test_a_whole_run_with_other_processes(folder, capsys):
+    code = _run(folder, *(word for name in ("good", "crash", "b*") for word in ("--only", name)))
+
+    said = {name: (r["different"], r["note"]) for name, r in _variants(folder).items()}
+    assert said["good"] == ({"repeat": 0, "memory": 0, "process": 0}, "")
+    # It ended its process; what came after was replayed in another.
+    assert said["crash"] == ({}, "its process ended with 9")
+    assert said["broken"][1].startswith("AttributeError: module 'kernels_of_a_test'")
+    assert said["planted old_memory"][0]["memory"] == 8
     # One program after the other has no races: such a run proves nothing.
     assert code == 1
-    assert "a planted fault, not seen by load" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "a planted fault, not seen by load" in printed.out
+    assert "its process ended with 9" in printed.out
+    assert "crash: another process ended with 9" in printed.err
+
+
+def _as_if_faults_were_seen(file: Path, variants: tuple[Variant, ...]) -> None:
+    content = json.loads(file.read_text())
+    for variant in variants:
+        if variant.expected == "different":
+            content["variants"][variant.name]["different"] = dict.fromkeys(variant.seen_by, 1)
+    file.write_text(json.dumps(content))
+
+
+def test_a_later_run_adds_what_lacks_evidence(folder, capsys):
+    registry = folder / "registry.py"
+    head = REGISTRY.partition("def variants():")[0]
+    names = ("good", "second", "after")
+    calls = "".join(f"    yield variant({name!r}, BLOCK=64)\n" for name in names)
+    registry.write_text(f"{head}def variants():\n{calls}")
+    file = folder / "evidence" / "cpu.json"
+    _run(folder, "--only", "good")
+    _as_if_faults_were_seen(file, load(registry, planted()).variants)
+    before = _variants(folder)
+
+    _run(folder, "--owed")
+
+    after = _variants(folder)
+    assert after.keys() - before.keys() == {"second", "after"}
+    assert after["good"] == before["good"]
+    capsys.readouterr()
+    _as_if_faults_were_seen(file, load(registry, planted()).variants)
+    assert _run(folder, "--owed") == 0
+    assert "every variant has evidence" in capsys.readouterr().err
+    # What is not of this tree, or no evidence, is not written over.
+    assert _run(folder, "--only", "good", tree="4d5e6f") == 2
+    assert _run(folder, "--only", "good", out="registry.py") == 2
+    assert "be evidence of this machine and tree" in capsys.readouterr().err
+    assert _variants(folder).keys() == after.keys()
 
 
 def test_bytes_are_compared_not_values():
@@ -222,6 +277,53 @@ def test_memory_is_filled_and_listed():
     assert [t.data_ptr() for t in memory] == [t.data_ptr() for t in taken]
     with filled(0x3C):
         assert torch.empty(2, dtype=torch.uint8).tolist() == [0x3C] * 2
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.empty_like(x).copy_(2.0 * x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2.0 * grad
+
+
+def test_an_outcome_keeps_no_node_that_adds_gradients() -> None:
+    """A node has the stream of its first call: a later call on another could not be captured."""
+    x = torch.ones(8, requires_grad=True)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        out = _Doubled.apply(x)
+        return out, *torch.autograd.grad(out, [x], torch.ones(8))
+
+    def adding() -> dict:
+        return x.view_as(x).grad_fn.next_functions[0][0].metadata
+
+    holder = x.view_as(x)
+    holder.grad_fn.next_functions[0][0].metadata["of"] = "the first call"
+
+    outcome = run(call)
+
+    del holder
+    assert len(outcome.memory) == 1
+    assert adding() == {}
+
+
+def test_calls_are_made_twice_before_they_are_replayed() -> None:
+    made = []
+
+    def call() -> torch.Tensor:
+        # Who takes memory while it is watched does not know that it will be repeated.
+        made.append(torch.empty is not original)
+        return torch.zeros(4)
+
+    original = torch.empty
+    variant = Variant(name="v", kernels=["k.py:a"], config={}, prepare=lambda device: call)
+
+    replay(variant, CPU, Path(), replays=1)
+
+    assert made[:3] == [False, False, True]
 
 
 def test_memory_that_a_call_gave_back_is_not_read() -> None:

@@ -5,8 +5,14 @@ import sys
 from pathlib import Path
 
 from samebits import env
-from samebits.checks.determinism.coverage import coverage
-from samebits.checks.determinism.evidence import read_debts, write_debts
+from samebits.checks.determinism.coverage import blind, coverage
+from samebits.checks.determinism.evidence import (
+    Evidence,
+    joined,
+    read,
+    read_debts,
+    write_debts,
+)
 from samebits.checks.determinism.planted import planted
 from samebits.checks.determinism.variant import Registry, RegistryError, load
 from samebits.checks.result import (
@@ -18,6 +24,7 @@ from samebits.checks.result import (
     print_results,
     print_table,
 )
+from samebits.checks.writing import written_whole
 from samebits.errors import must
 
 OURS = Path(__file__).parent / "ours.py"
@@ -42,8 +49,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="REASON",
         help="list what lacks evidence as debt, until a run on a GPU renews it; drop paid debts",
     )
-    add("--only", metavar="PATTERN", help="with --replay: variants of that name, as in 'fused*'")
-    add("--out", type=Path, metavar="FILE", help="with --replay: the evidence file to write")
+    add(
+        "--only",
+        action="append",
+        metavar="PATTERN",
+        help="with --replay: variants of that name, as in 'fused*'; may be given more than once",
+    )
+    add("--owed", action="store_true", help="with --replay: variants that lack evidence")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="with --replay: the evidence file to write, or to add to",
+    )
     add("--replays", type=int, default=48, metavar="N", help="under load; default: 48")
     add(
         "--processes",
@@ -84,8 +102,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    for name in ("only", "out", "tree", "budget"):
-        if getattr(arguments, name) is not None and not arguments.replay:
+    for name in ("only", "owed", "out", "tree", "budget"):
+        if getattr(arguments, name) not in (None, False) and not arguments.replay:
             raise RegistryError(must(f"--{name}", "come with --replay", "it alone"))
     if arguments.replay and arguments.out is None:
         raise RegistryError(must("--replay", "come with --out FILE", "it alone"))
@@ -122,18 +140,52 @@ def _replay(registry: Registry, arguments: argparse.Namespace) -> int:
         print("not_run: there is no CUDA device here", file=sys.stderr)
         return NOTHING_RUN
 
+    out = arguments.out
     plan = record.Plan(
-        only=arguments.only,
+        only=arguments.only or (),
+        owed=arguments.owed,
         replays=arguments.replays,
         processes=arguments.processes,
         tree=arguments.tree,
         budget=arguments.budget,
     )
-    evidence = record.record(registry, plan)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(evidence.to_json(), encoding="utf-8")
-    found = record.results(evidence, record.chosen(registry, arguments.only))
+    variants = record.chosen(registry, plan)
+    if all(variant.expected == "different" for variant in variants):
+        print("nothing to replay: every variant has evidence", file=sys.stderr)
+        return PASSED
+    about = record.begun(registry, plan)
+    known = _known(out, about, registry)
+
+    faults = [v.name for v in registry.variants if v.expected == "different"]
+
+    def keep(made: Evidence) -> None:
+        whole = made if known is None else joined(known, made, faults)
+        with written_whole(out) as file:
+            file.write_text(whole.to_json(), encoding="utf-8")
+
+    try:
+        # Before anything is replayed: what was found must have a place.
+        out.parent.mkdir(parents=True, exist_ok=True)
+        keep(about)
+        made = record.record(registry, variants, plan, about, keep)
+    except OSError as error:
+        raise RegistryError(f"{out} cannot be written: {error}") from error
+    found = record.results(made, variants)
     print_results(found, as_json=arguments.json)
-    said = f"{evidence.seconds:.0f} s on {evidence.where}, tree {evidence.tree}"
-    print(f"{said}; written to {arguments.out}", file=sys.stderr)
+    said = f"{made.seconds:.0f} s on {made.where}, tree {made.tree}"
+    print(f"{said}; {'written' if known is None else 'added'} to {out}", file=sys.stderr)
     return exit_code(result.verdict for result in found)
+
+
+def _known(out: Path, about: Evidence, registry: Registry) -> Evidence | None:
+    """Return the evidence that is there and will be added to."""
+    if not out.exists():
+        return None
+    known = read(out)
+    of_this = "be evidence of this machine and tree; other evidence goes to a file of its own"
+    if (known.machine, known.tree) != (about.machine, about.tree):
+        raise RegistryError(must(f"--out {out}", of_this, f"{known.where}, tree {known.tree}"))
+    why = blind(known, registry.variants) if known.variants else None
+    if why is not None and known.clean:
+        raise RegistryError(f"--out {out} proves nothing: {why}\nhint: remove it")
+    return known

@@ -18,10 +18,13 @@ IN_NO_VARIANT = "a @triton.jit function in no variant"
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The results, and the kernels that lack evidence (whether owed or not)."""
+    """The results, and what lacks evidence (with a debt or without)."""
 
     results: list[Result]
+    # Kernels.
     lacking: list[str]
+    # Names of variants.
+    owed: list[str]
 
 
 def coverage(registry: Registry) -> Coverage:
@@ -39,6 +42,7 @@ def coverage(registry: Registry) -> Coverage:
         if (why := blind(e, registry.variants))
     ]
     lacking: dict[str, None] = {}
+    owed = []
     for variant in registry.variants:
         current = fingerprint(sources, variant)
         if variant.expected != "same":
@@ -48,6 +52,7 @@ def coverage(registry: Registry) -> Coverage:
         note = judged.note
         if not judged.covered:
             lacking |= dict.fromkeys(variant.kernels)
+            owed.append(variant.name)
             if judged.excusable:
                 verdict, note = _owed(variant.kernels, debts, note)
         results.append(_result(variant.name, variant.kernels[0], verdict, note))
@@ -57,7 +62,7 @@ def coverage(registry: Registry) -> Coverage:
     for kernel in sorted(debts.keys() - lacking.keys()):
         why = "has evidence" if kernel in sources.kernels else "does not exist"
         results.append(_result("", kernel, "fail", f"listed as debt, but it {why}: remove it"))
-    return Coverage(results, list(lacking))
+    return Coverage(results, list(lacking), owed)
 
 
 def fingerprint(sources: Sources, variant: Variant) -> str:
@@ -117,23 +122,28 @@ def judge(
     if not known:
         return Judged(False, f"changed since its evidence ({found[-1][0].file})")
     for where, record in known:
-        if not record.same:
-            return Judged(False, failure(record, where), not any(record.different.values()))
-    usable = [pair for pair in known if blind(pair[0], variants) is None]
+        if record.raced:
+            return Judged(False, failure(record, where), excusable=False)
+    same = [(e, record) for e, record in known if record.same]
+    if not same:
+        return Judged(False, failure(known[-1][1], known[-1][0]))
+    usable = [pair for pair in same if blind(pair[0], variants) is None]
     if not usable:
-        return Judged(False, f"no evidence but that of {known[-1][0].file}")
+        return Judged(False, f"no evidence but that of {same[-1][0].file}")
     where, record = usable[-1]
     return Judged(True, f"{record.total} replays on {where.where}")
 
 
 def failure(record: Record, where: Evidence) -> str:
     """Return what was wrong with a variant's replays."""
-    if any(record.different.values()):
+    if record.raced:
         counts = ", ".join(
             f"{n} of {record.replays[k]} {k}" for k, n in record.different.items() if n
         )
         return f"raced on {where.where}: {counts} replays differ; {record.note}"
-    return f"not replayed on {where.where}: {record.note or 'no replays'}"
+    done = ", ".join(f"{n} {kind}" for kind, n in record.replays.items())
+    what = f"only {done} replays" if done else "not replayed"
+    return f"{what} on {where.where}: {record.note or 'no replays'}"
 
 
 def _owed(kernels: Sequence[str], debts: dict[str, str], note: str) -> tuple[Verdict, str]:

@@ -1,8 +1,8 @@
 """Evidence of replays, and debts: the JSON that a run writes and the coverage check reads."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,11 @@ class Record:
     # Kernel -> the flags and options that it was launched with.
     launched: Mapping[str, Mapping[str, Any]]
 
+    @classmethod
+    def of_none(cls, note: str) -> "Record":
+        """Return the record of a variant that could not be replayed, without its hash."""
+        return cls(hash="", digest="", replays={}, different={}, note=note, launched={})
+
     @property
     def total(self) -> int:
         """Replays of every kind."""
@@ -36,7 +41,12 @@ class Record:
     @property
     def same(self) -> bool:
         """Whether it ran and every replay had the same bytes."""
-        return self.total > 0 and not self.note and not any(self.different.values())
+        return self.total > 0 and not self.note and not self.raced
+
+    @property
+    def raced(self) -> bool:
+        """Whether a replay had other bytes."""
+        return any(self.different.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +91,22 @@ class Evidence:
         return json.dumps(head, indent=1)[:-2] + f',\n "variants": {{\n{body}\n }}\n}}\n'
 
 
+def joined(known: Evidence, made: Evidence, faults: Collection[str]) -> Evidence:
+    """Return the records of two runs of one machine and tree; the later one's where both have one.
+
+    A race stays (that it was not seen again shows nothing), but that of a planted fault.
+    """
+
+    def stays(name: str, record: Record) -> bool:
+        later = made.variants.get(name)
+        if later is None:
+            return True
+        return record.raced and record.hash == later.hash and name not in faults
+
+    kept = {name: record for name, record in known.variants.items() if stays(name, record)}
+    return replace(made, seconds=known.seconds + made.seconds, variants={**made.variants, **kept})
+
+
 def read_all(folder: Path, debts: Path) -> list[Evidence]:
     """Return the evidence in a folder, in order of name; none where there is no folder.
 
@@ -88,10 +114,15 @@ def read_all(folder: Path, debts: Path) -> list[Evidence]:
         RegistryError: A file is not evidence.
     """
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
-    return [_read(file) for file in files if file != debts]
+    return [read(file) for file in files if file != debts]
 
 
-def _read(file: Path) -> Evidence:
+def read(file: Path) -> Evidence:
+    """Return the evidence in a file.
+
+    Raises:
+        RegistryError: It cannot be read, or is no evidence.
+    """
     content = _json(file)
     try:
         if content["check"] != "determinism" or content["format"] != FORMAT:

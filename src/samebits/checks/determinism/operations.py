@@ -89,10 +89,11 @@ def move(tokens: int, hidden: int, topk: int, dtype: str) -> Variant:
 def dequantize(held: str) -> Variant:
     """Return the pass that makes dense matrices of quantised ones."""
     columns = 2880
+    tile = asdict(dequantize_tuning.heuristic(columns))
     return Variant(
         name=f"dequantize {held}",
         kernels=[f"{DEQUANTIZE}_dequantize_kernel"],
-        config={"held": held, "K": columns, "tile": asdict(dequantize_tuning.heuristic(columns))},
+        config={"held": held, "K": columns, "_dequantize_kernel": tile},
         prepare=partial(calls.dequantize, held, columns),
     )
 

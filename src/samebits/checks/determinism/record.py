@@ -1,15 +1,14 @@
-"""One run of the replays: other processes first, then every variant here; what it says.
+"""One run of the replays: its plan, the variants, what it says.
 
-The other processes share the variants and run beside each other, on inputs that each makes itself:
-they compile what is to be launched, and say what digests they got.
+Other processes come first; they share the variants and run beside each other, on inputs that each
+makes itself: they compile what is to be launched, and say what digests they got. Then one process
+replays all of them, one after the other (``samebits.checks.determinism.processes``).
 """
 
-import json
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 
 from samebits import env
-from samebits.checks.determinism.coverage import failure, fingerprint, unseen_by
+from samebits.checks.determinism.coverage import coverage, failure, fingerprint, unseen_by
 from samebits.checks.determinism.evidence import Evidence, Record
-from samebits.checks.determinism.replay import replay
+from samebits.checks.determinism.processes import digests, replays
 from samebits.checks.determinism.source import Sources
 from samebits.checks.determinism.variant import Registry, RegistryError, Variant
 from samebits.checks.result import Result, tracked
@@ -28,16 +27,16 @@ from samebits.errors import must
 
 # Of the time, for the other processes; compiling is their work.
 _SHARE = 0.6
-_WORKER = "samebits.checks.determinism.worker"
-_SOURCE = str(Path(__file__).resolve().parents[3])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What one run does."""
 
-    # Variants by name, as in "fused*"; None takes all. Planted faults are always among them.
-    only: str | None
+    # Variants by name, as in "fused*"; none takes all. Planted faults are always among them.
+    only: Sequence[str]
+    # No more than the variants that lack evidence.
+    owed: bool
     # Replays of each variant under load.
     replays: int
     # Other processes.
@@ -48,52 +47,77 @@ class Plan:
     budget: float | None = None
 
 
-def record(registry: Registry, plan: Plan) -> Evidence:
-    """Replay the variants of a registry on the first CUDA device, or on the CPU.
+def record(
+    registry: Registry,
+    variants: Sequence[Variant],
+    plan: Plan,
+    about: Evidence,
+    keep: Callable[[Evidence], None],
+) -> Evidence:
+    """Replay variants of a registry on the first CUDA device, or on the CPU.
+
+    Args:
+        registry: The kernels.
+        variants: As ``chosen`` says.
+        plan: How they are replayed.
+        about: The machine and the tree, as ``begun`` says.
+        keep: Called with what is known after each variant, so that a run that is cut keeps it.
 
     Raises:
-        RegistryError: No variant has such a name, or git does not say what the sources are.
+        RegistryError: A variant names a kernel that is not there.
     """
     start = time.monotonic()
-    variants = chosen(registry, plan.only)
-    tree = revision(registry) if plan.tree is None else plan.tree
     sources = Sources(registry.root)
     hashes = {variant.name: fingerprint(sources, variant) for variant in variants}
-    elsewhere = _other_processes(registry, variants, plan)
+    names = [variant.name for variant in variants]
+    seconds = float("inf") if plan.budget is None else plan.budget
+    elsewhere = digests(registry, names, plan.processes, start + _SHARE * seconds)
     print(f"other processes: {time.monotonic() - start:.0f} s", file=sys.stderr)
-    device = env.default_device()
-    records = {}
-    for variant in tracked(variants, "replays"):
-        if plan.budget is not None and time.monotonic() - start > plan.budget:
-            print(f"out of time before {variant.name}", file=sys.stderr)
-            break
-        made = replay(
-            variant,
-            device,
-            registry.root,
-            replays=plan.replays,
-            hash_=hashes[variant.name],
-        )
-        records[variant.name] = compared(made, elsewhere.get(variant.name, []))
-    return Evidence(
-        machine=machine(device),
-        tree=tree,
-        seconds=time.monotonic() - start,
-        variants=records,
-    )
+    records: dict[str, Record] = {}
+    found = about
+    replayed = replays(registry, names, plan.replays, start + seconds)
+    # The variant first: its replays may be the end of those that are made.
+    for variant, made in zip(tracked(variants, "replays"), replayed, strict=False):
+        known = replace(made, hash=hashes[variant.name])
+        records[variant.name] = compared(known, elsewhere.get(variant.name, []))
+        found = replace(about, seconds=time.monotonic() - start, variants=dict(records))
+        keep(found)
+    for variant in variants[len(records) :][:1]:
+        print(f"out of time before {variant.name}", file=sys.stderr)
+    return found
 
 
-def chosen(registry: Registry, only: str | None) -> list[Variant]:
-    """Return the planted faults, and the variants of that name.
+def begun(registry: Registry, plan: Plan) -> Evidence:
+    """Return evidence of this machine and tree without a record.
 
     Raises:
-        RegistryError: There is none of that name.
+        RegistryError: git does not say what the sources are.
     """
-    fits = [v for v in registry.variants if only is None or fnmatch(v.name, only)]
-    if not fits:
-        raise RegistryError(must("--only", "name a variant (--list shows them)", repr(only)))
+    tree = revision(registry) if plan.tree is None else plan.tree
+    about = machine(env.default_device())
+    return Evidence(machine=about, tree=tree, seconds=0.0, variants={})
+
+
+def chosen(registry: Registry, plan: Plan) -> list[Variant]:
+    """Return the planted faults, and the variants of the plan: none but faults if none is owed.
+
+    Raises:
+        RegistryError: There is none of a name.
+    """
+    for pattern in plan.only:
+        if not any(fnmatch(v.name, pattern) for v in registry.variants):
+            rule = "name a variant (--list shows them)"
+            raise RegistryError(must("--only", rule, repr(pattern)))
+    wanted = [
+        v
+        for v in registry.variants
+        if not plan.only or any(fnmatch(v.name, pattern) for pattern in plan.only)
+    ]
+    if plan.owed:
+        owed = set(coverage(registry).owed)
+        wanted = [v for v in wanted if v.name in owed]
     faults = [v for v in registry.variants if v.expected == "different"]
-    return [*faults, *(v for v in fits if v.expected != "different")]
+    return [*faults, *(v for v in wanted if v.expected != "different")]
 
 
 def compared(made: Record, digests: Sequence[str]) -> Record:
@@ -169,43 +193,3 @@ def _result(variant: Variant, made: Record | None, where: Evidence) -> Result:
         return Result(**about, verdict="pass", measured=0.0, allowed=0.0, note=note)
     note = failure(made, where)
     return Result(**about, verdict="fail", measured=different, allowed=0.0, note=note)
-
-
-def _other_processes(
-    registry: Registry, variants: Sequence[Variant], plan: Plan
-) -> dict[str, list[str]]:
-    """Return the digests that other processes got, by variant."""
-    count = min(plan.processes, len(variants))
-    budget = None if plan.budget is None else _SHARE * plan.budget
-    names = [variant.name for variant in variants]
-    digests: dict[str, list[str]] = {}
-    with tempfile.TemporaryDirectory(prefix="samebits-determinism-") as folder:
-        workers = [
-            _start(registry, names[index::count], Path(folder) / str(index), budget)
-            for index in range(count)
-        ]
-        for index, worker in enumerate(workers):
-            code = worker.wait()
-            if code:
-                print(f"process {index} ended with {code}", file=sys.stderr)
-            for name, digest in _said(Path(folder) / str(index)):
-                digests.setdefault(name, []).append(digest)
-    return digests
-
-
-def _start(
-    registry: Registry, names: Sequence[str], out: Path, budget: float | None
-) -> "subprocess.Popen[bytes]":
-    job = out.with_suffix(".job")
-    job.write_text(json.dumps({"names": list(names), "budget": budget}))
-    paths = dict.fromkeys([_SOURCE, *(path or "." for path in sys.path)])
-    environment = env.for_child(PYTHONPATH=":".join(paths), OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", _WORKER, str(registry.file), str(job), str(out)]
-    return subprocess.Popen(command, env=environment)
-
-
-def _said(out: Path) -> Iterator[tuple[str, str]]:
-    if out.exists():
-        for line in out.read_text().splitlines():
-            name, digest = json.loads(line)
-            yield name, digest

@@ -8,6 +8,7 @@
 ``load`` and ``graph`` compare results and all memory that the call took; ``memory`` results alone.
 """
 
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -66,6 +67,8 @@ class Tally:
         self.replays: dict[str, int] = {}
         self.different: dict[str, int] = {}
         self.note = ""
+        # What is being done now.
+        self.kind = ""
 
     def add(self, kind: str, *outcomes: Outcome, results_only: bool = False) -> None:
         """Count one replay, of one call or of several beside each other."""
@@ -81,33 +84,42 @@ def run(call: Call, byte: int = _FILL) -> Outcome:
     """Make the call once, on the current stream, its memory filled with one byte."""
     with filled(byte) as memory:
         results = [t.detach() for t in named_tensors(call()).values()]
-    # A backward gives the memory of what it has read back, whoever holds the tensor.
-    return Outcome(results, [t for t in memory if t.untyped_storage().nbytes()])
+    # Detached: a tensor with a graph keeps the nodes that add gradients, and with them the stream
+    # of this call for every later one. And a backward gives the memory of what it has read back,
+    # whoever holds the tensor.
+    return Outcome(results, [t.detach() for t in memory if t.untyped_storage().nbytes()])
 
 
-def replay(
-    variant: Variant, device: torch.device, root: Path, *, replays: int, hash_: str = ""
-) -> Record:
-    """Return the record of one variant; what cannot be run has no replays and a note.
+class Replayed(NamedTuple):
+    """The record of one variant, and whether an error ended its replays."""
+
+    record: Record
+    # The process may be the worse for it: a broken capture, a lost device.
+    broken: bool
+
+
+def replay(variant: Variant, device: torch.device, root: Path, *, replays: int) -> Replayed:
+    """Return the record of one variant, without its hash; what stopped its replays is its note.
 
     Args:
         variant: What is replayed.
         device: Where.
         root: Folder of the registry's kernels.
         replays: How often under load; a quarter of that as a graph.
-        hash_: The variant's current hash.
 
     Determinism: that is what it measures.
     """
     launched: dict[str, Any] = {}
     made = note = ""
     tally = None
+    broken = False
     try:
         torch.manual_seed(SEED)
         call = variant.prepare(device)
-        # As a user calls it: some code keeps what it found out in a first call.
+        # As a user calls it: some code keeps what it found out in a first call, or in a second.
         with observed(root) as seen:
             call()
+        call()
         first = run(call)
         launched = {kernel.rpartition(":")[2]: each[0] for kernel, each in seen.items()}
         made = digest(first.results)
@@ -115,37 +127,52 @@ def replay(
         if not first.results:
             note = "it returns no tensors"
         if not note:
-            tally = _replays(variant, call, first.kept(), device, replays)
+            tally = Tally(first.kept())
+            _replays(variant, call, device, replays, tally)
     except FOREIGN_ERRORS as error:
-        text = str(error).partition("\n")[0][:200]
-        note = f"{type(error).__name__}: {text}"
-    return Record(
-        hash=hash_,
-        digest=made,
-        replays=tally.replays if tally else {},
-        different=tally.different if tally else {},
-        note=tally.note if tally else note,
-        launched=launched,
+        broken = True
+        note = told(error)
+        if tally:
+            note = f"{tally.kind}: {note}"
+    return Replayed(
+        Record(
+            hash="",
+            digest=made,
+            replays=tally.replays if tally else {},
+            different=tally.different if tally else {},
+            note=(tally.note if tally else "") or note,
+            launched=launched,
+        ),
+        broken,
     )
 
 
+def told(error: BaseException) -> str:
+    """Return an error in a line: its kind, its first line, where it was raised."""
+    text = str(error).partition("\n")[0][:200]
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {text} ({Path(place.filename).name}:{place.lineno})"
+
+
 def _replays(
-    variant: Variant, call: Call, first: Outcome, device: torch.device, replays: int
-) -> Tally:
-    tally = Tally(first)
+    variant: Variant, call: Call, device: torch.device, replays: int, tally: Tally
+) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         load = Load(device)
+        tally.kind = "load"
         _under_load(call, load, replays, tally)
         if variant.graph:
+            tally.kind = "graph"
             _as_graph(call, load, max(1, replays // _GRAPH_SHARE), tally)
         load.wait()
     else:
+        tally.kind = "repeat"
         for _ in range(replays):
             tally.add("repeat", run(call))
+    tally.kind = "memory"
     for byte in _OTHER_FILLS * _MEMORY_ROUNDS:
         tally.add("memory", run(call, byte), results_only=True)
-    return tally
 
 
 class Load:

@@ -1,42 +1,69 @@
-"""Run by ``record`` in another process: make the calls of some variants, write their digests."""
+"""Run by ``record`` in another process: make the calls of some variants, or replay them.
+
+A job names the registry, the variants, and what is wanted of them. What is found is written at
+once, a line of JSON for each variant in order: a process that ends early loses nothing.
+"""
 
 import json
+import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from samebits import env
 from samebits.checks.determinism.memory import digest
 from samebits.checks.determinism.planted import planted
-from samebits.checks.determinism.replay import SEED, run
-from samebits.checks.determinism.variant import load
+from samebits.checks.determinism.replay import SEED, replay, run, told
+from samebits.checks.determinism.variant import Variant, load
 from samebits.checks.result import FOREIGN_ERRORS
 
 _CALLS = 3
+# The exit code of a process that asks for a new one, for what is left.
+RENEW = 75
 
 
-def main(registry: str, job: str, out: str) -> None:
-    """Write ``[name, digest]`` a line for each call of the variants that the job names."""
-    device = env.default_device()
+def main(job: str, out: str) -> None:
+    """Do the job of one file, and write what is found to another."""
     wanted = json.loads(Path(job).read_text())
-    variants = {v.name: v for v in load(Path(registry), planted()).variants}
-    start = time.monotonic()
+    variants = {v.name: v for v in load(Path(wanted["registry"]), planted()).variants}
+    parent, end = os.getppid(), time.monotonic() + wanted["seconds"]
+    device = env.default_device()
     torch.set_num_threads(1)
     with Path(out).open("w") as file:
         for name in wanted["names"]:
-            if wanted["budget"] is not None and time.monotonic() - start > wanted["budget"]:
+            # Nobody reads on where the parent is gone.
+            if time.monotonic() > end or os.getppid() != parent:
                 break
-            try:
-                torch.manual_seed(SEED)
-                call = variants[name].prepare(device)
-                found = [digest(run(call).results) for _ in range(_CALLS)]
-            except FOREIGN_ERRORS as error:
-                text = str(error).partition("\n")[0][:200]
-                print(f"{name}: {type(error).__name__}: {text}", file=sys.stderr)
-                continue
-            file.writelines(json.dumps([name, each]) + "\n" for each in found)
+            if wanted["replays"] is None:
+                found: Any = _digests(variants[name], device)
+                renew = False
+            else:
+                made = replay(
+                    variants[name], device, Path(wanted["root"]), replays=wanted["replays"]
+                )
+                found = asdict(made.record)
+                renew = made.broken and wanted["renew"]
+            file.write(json.dumps(found) + "\n")
+            file.flush()
+            if renew:
+                sys.exit(RENEW)
+            if device.type == "cuda":
+                # Each variant has streams of its own, and memory is kept by stream.
+                torch.cuda.empty_cache()
+
+
+def _digests(variant: Variant, device: torch.device) -> list[str]:
+    try:
+        torch.manual_seed(SEED)
+        call = variant.prepare(device)
+        return [digest(run(call).results) for _ in range(_CALLS)]
+    except FOREIGN_ERRORS as error:
+        print(f"{variant.name}, in another process: {told(error)}", file=sys.stderr)
+        return []
 
 
 if __name__ == "__main__":

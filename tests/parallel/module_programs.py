@@ -280,12 +280,8 @@ def refusals() -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     messages = []
     module = layer(ProbPlacement.FC2_OUTPUT, torch.float32)
-    spread, recomputing = (
-        {"experts": ExpertParallel()},
-        layer(ProbPlacement.FC2_OUTPUT, torch.float32, recompute=True),
-    )
+    spread = {"experts": ExpertParallel()}
     attempts: list[Callable[[], object]] = [
-        lambda: parallelize_module(recomputing, mesh, spread),
         lambda: parallelize_module(module, mesh, {"router": ExpertParallel()}),
         lambda: parallelize_module(module, mesh, spread),
         lambda: parallelize_module(module, mesh, spread),

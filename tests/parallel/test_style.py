@@ -76,10 +76,10 @@ def test_weights_of_the_whole_layer_can_be_copied_in(two_ranks: Processes) -> No
 
 
 def test_refusals(two_ranks: Processes) -> None:
+    kinds = "ExpertParallel spreads Experts, QuantizedExperts, LoRAExperts of samebits.nn"
     for messages in two_ranks.run(refusals):
         assert messages == [
-            "experts over ranks have no recompute",
-            "ExpertParallel spreads samebits.nn.Experts, not Router",
-            "ExpertParallel spreads samebits.nn.Experts, not ParallelExperts",
+            f"{kinds}, not Router",
+            f"{kinds}, not ParallelExperts",
             "expert_start must be 0 where ranks hold the experts, got 1",
         ]

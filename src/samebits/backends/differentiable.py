@@ -62,7 +62,7 @@ class _Experts(torch.autograd.Function):
             direct and not ctx.kept and not torch._C._autograd._get_current_graph_task_keep_graph()
         )
         if ctx.destination is not None:
-            grads = _delivered(ctx.destination, arguments, wanted, direct=direct, spend=spend)
+            grads = delivered(ctx.destination, arguments, wanted, direct=direct, spend=spend)
         elif direct:
             grads = operator.compute_backward((*arguments, wanted), {}, spend=spend)
         else:
@@ -81,7 +81,7 @@ def _direct(tensors: Sequence[Tensor | None]) -> bool:
     )
 
 
-def _delivered(
+def delivered(
     destination: Destination,
     arguments: tuple[Any, ...],
     wanted: list[bool],
@@ -89,7 +89,23 @@ def _delivered(
     direct: bool,
     spend: bool,
 ) -> list[Tensor | None]:
-    """Return what autograd gets, with the parameters' gradients brought to their destination."""
+    """Return what autograd gets, with the parameters' gradients brought to their destination.
+
+    Args:
+        destination: Where those gradients go.
+        arguments: Those of ``samebits::experts_backward`` but the last.
+        wanted: Which of ``DIFFERENTIABLE`` are wanted.
+        direct: No operator has to be seen.
+        spend: See ``operator.compute_backward``; only with ``direct``.
+
+    Returns:
+        One for each of ``DIFFERENTIABLE``: a gradient, a placeholder, or None.
+
+    Raises:
+        ValueError: A buffer is missing or does not fit.
+
+    Determinism: the chosen backend's.
+    """
     names = [n for n, want in zip(DIFFERENTIABLE, wanted, strict=True) if want and n in PARAMETERS]
     if not destination.policy.delayed:
         if direct:
@@ -183,7 +199,7 @@ def run(
                 "a layer has no gradients through out; hint: torch.no_grad(), or no out"
             )
         if destination is not None:
-            _check_destination(destination, tensors)
+            check_destination(destination, tensors)
         text = options._replace(recompute=recompute).text()
         arguments = (*call[:INPUTS], text, num_experts, expert_start)
         out: Tensor
@@ -197,7 +213,15 @@ def run(
     return out
 
 
-def _check_destination(destination: Destination, tensors: dict[str, Tensor]) -> None:
+def check_destination(destination: Destination, tensors: dict[str, Tensor]) -> None:
+    """Raise unless the gradients of the differentiable ``tensors`` of a call can be delivered.
+
+    Raises:
+        UnsupportedError: The code is compiled.
+        ValueError: An owner or a buffer is missing, or one has no such name.
+
+    Determinism: no arithmetic.
+    """
     if torch.compiler.is_compiling():
         raise UnsupportedError(
             "weight_gradients is not for compiled code; hint: compile around the layer, not it"

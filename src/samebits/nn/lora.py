@@ -19,7 +19,7 @@ from samebits.arguments import require_int, require_number
 from samebits.errors import UnsupportedError, must
 from samebits.experts import experts
 from samebits.formats.matrix import QuantizedMatrix
-from samebits.formats.weights import QuantizedWeights, dequantize
+from samebits.formats.weights import Parameters, QuantizedWeights, dequantize
 from samebits.nn.experts import Experts
 from samebits.nn.peft import Sizes, peft_adapters
 from samebits.nn.quantized import AnyExperts, QuantizedExperts, require_experts
@@ -102,13 +102,23 @@ class LoRAExperts(nn.Module):
                     b.zero_()
 
     @property
+    def num_experts(self) -> int:
+        """E, the number of the base's experts."""
+        return self.base.num_experts
+
+    @property
     def weights(self) -> ExpertWeights:
         """The merged parameters, differentiable in the adapters."""
-        stored = self.base.weights
+        adapters = dict(self.named_parameters(recurse=False))
+        return self._adapted(self.base.weights, adapters)
+
+    def _adapted(self, stored: Parameters, adapters: Mapping[str, Tensor]) -> ExpertWeights:
+        """Return ``stored`` merged with ``adapters``, by the names of this module's parameters."""
         held = dequantize(stored) if isinstance(stored, QuantizedWeights) else stored
         tensors = held.named_tensors()
-        tensors["gate_up"] = self._merged(held.gate_up, self.gate_up_a, self.gate_up_b)
-        tensors["down"] = self._merged(held.down, self.down_a, self.down_b)
+        for name in ("gate_up", "down"):
+            a, b = adapters.get(f"{name}_a"), adapters.get(f"{name}_b")
+            tensors[name] = self._merged(tensors[name], a, b)
         return ExpertWeights(layout=held.layout, norm=held.norm, **tensors)
 
     def _merged(self, weight: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
@@ -159,11 +169,16 @@ class LoRAExperts(nn.Module):
                 f"adapters cannot be merged into {self.base.format} without changing bits; "
                 "hint: LoRAExperts.weights are the merged parameters, unquantised"
             )
-        self.base.load_weights(self.weights)
+        self._store(self.weights)
         for b in (self.gate_up_b, self.down_b):
             if b is not None:
                 b.zero_()
         return self.base
+
+    def _store(self, weights: ExpertWeights) -> None:
+        """Copy merged parameters into the base, in place."""
+        assert isinstance(self.base, Experts)
+        self.base.load_weights(weights)
 
     @classmethod
     def from_peft(

@@ -92,8 +92,11 @@ class QuantizedExperts(nn.Module):
         dtypes = {"values": VALUES[held.values].dtype, "scales": SCALES[held.scales]}
         if held.global_scale:
             dtypes["global_scale"] = torch.float32
-        tensors = {part: self.get_buffer(f"{name}_{part}").view(t) for part, t in dtypes.items()}
+        tensors = {part: self._buffer(f"{name}_{part}").view(t) for part, t in dtypes.items()}
         return QuantizedMatrix(format=held, columns=columns, **tensors)
+
+    def _buffer(self, name: str) -> Tensor:
+        return self.get_buffer(name)
 
     def forward(
         self,

@@ -12,18 +12,21 @@ import torch
 from torch import Tensor
 
 from samebits.activation import Activation
-from samebits.arguments import require_type
+from samebits.arguments import require_bool, require_type
 from samebits.autograd import refuse_second_derivatives
 from samebits.backends.call import DIFFERENTIABLE, INPUTS, Call, Gradients, check_weights
+from samebits.backends.differentiable import check_destination
 from samebits.backends.options import Options
 from samebits.errors import must
 from samebits.experts import checked
 from samebits.formats.weights import Parameters
 from samebits.ops.permute import combine, permute
+from samebits.parallel.held import HeldExperts, Local
 from samebits.parallel.ranks import Ranks
 from samebits.parallel.route import Route, depart, take, wrong_ids
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
+from samebits.weight_gradients import Destination
 
 _PLAIN = Activation()
 # What a rank may want of the others: a backward pass, gradients of x and of the probabilities.
@@ -41,6 +44,8 @@ def parallel_experts(
     backend: str = "auto",
     out_dtype: torch.dtype | None = None,
     num_valid_tokens: Tensor | None = None,
+    weight_gradients: Destination | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """Return each token's weighted sum over its experts, wherever they are; a collective.
 
@@ -59,6 +64,8 @@ def parallel_experts(
         backend: See ``samebits.experts``.
         out_dtype: See ``samebits.experts``.
         num_valid_tokens: See ``samebits.experts``.
+        weight_gradients: See ``samebits.experts``; what is delayed needs no collective.
+        recompute: See ``samebits.experts``; the rows that arrived are kept, and not sent again.
 
     Returns:
         ``(T, H)``; differentiable in ``x``, the probabilities and every parameter. Gradients of
@@ -95,6 +102,11 @@ def parallel_experts(
         out_dtype=out_dtype,
         num_valid_tokens=num_valid_tokens,
     )
+    require_bool("recompute", recompute)
+    if weight_gradients is not None:
+        require_type("weight_gradients", weight_gradients, Destination)
+        if torch.is_grad_enabled():
+            check_destination(weight_gradients, _tensors_of(call))
     # What follows a layer may sum this gradient over the ranks: all want it, or none.
     scale = call.norm_scale
     trained = scale is not None and scale.requires_grad and torch.is_grad_enabled()
@@ -111,7 +123,7 @@ def parallel_experts(
     probs = call.topk_probs if options.placement == ProbPlacement.FC1_INPUT else None
     with torch.no_grad():
         rows = permute(call.x, leaving.metadata.inverse, leaving.topk, probs)
-    layer = _Layer(leaving.route(), options)
+    layer = _Layer(leaving.route(), options, HeldExperts(options, recompute, weight_gradients))
     if not layer.route.wishes:
         return layer.forward(call, rows, save=False)[0]
     # Part of the graph even where nothing here has a gradient: others wait for this backward.
@@ -128,11 +140,14 @@ def _wishes_of(call: Call, ranks: Ranks) -> int:
     if ranks.capacity is not None:
         # Nobody learns of the others' wishes there.
         return _BACKWARD | _X | _PROBS
-    tensors = {n: t for n in DIFFERENTIABLE if (t := getattr(call, n)) is not None}
-    wanted = {n for n, t in tensors.items() if t.requires_grad}
+    wanted = {n for n, t in _tensors_of(call).items() if t.requires_grad}
     wishes = _BACKWARD if wanted else 0
     wishes |= _X if "x" in wanted else 0
     return wishes | (_PROBS if "topk_probs" in wanted else 0)
+
+
+def _tensors_of(call: Call) -> dict[str, Tensor]:
+    return {n: t for n in DIFFERENTIABLE if (t := getattr(call, n)) is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +156,7 @@ class _Layer:
 
     route: Route
     options: Options
+    local: Local
 
     @property
     def placement(self) -> ProbPlacement:
@@ -153,12 +169,6 @@ class _Layer:
         ids = self.route.ids[:, None]
         return call._replace(x=rows, topk_ids=ids, topk_probs=probs[:, None], num_valid_tokens=None)
 
-    def _inner(self) -> Options:
-        """Return the options of a call on arrivals: the input is scaled before it travels."""
-        on_input = self.placement == ProbPlacement.FC1_INPUT
-        placement = ProbPlacement.FC2_OUTPUT if on_input else self.placement
-        return self.options._replace(placement=placement, out_dtype=None)
-
     def _probs_there(self, call: Call) -> Tensor:
         """Return the probability of each arrival; a collective."""
         return self.route.go(take(call.topk_probs.reshape(-1), self.route.slots, 0.0))
@@ -170,12 +180,7 @@ class _Layer:
         on_hidden = self.placement == ProbPlacement.FC2_INPUT
         probs = self._probs_there(call) if on_hidden else None
         there = self._arrived(call, rows, probs)
-        if route.ids.shape[0] == 0 or call.down.shape[0] == 0:
-            y, z = rows.new_empty(rows.shape), rows.new_empty(0, call.gate_up.shape[1])
-        else:
-            y, z = torch.ops.samebits.experts_forward(
-                *there[:INPUTS], self._inner().text(), call.down.shape[0], 0, save
-            )
+        y, z = self.local.forward(there, save=save)
         out = combine(
             route.back(y),
             route.inverse,
@@ -183,7 +188,7 @@ class _Layer:
             placed.get(ProbPlacement.FC2_OUTPUT),
             out_dtype=self.options.out_dtype,
         )
-        return out, rows, z
+        return self.local.whole(out), rows, z
 
     def backward(
         self, call: Call, rows: Tensor, z: Tensor, dout: Tensor, wanted: dict[str, bool]
@@ -197,7 +202,7 @@ class _Layer:
         x_travels = bool(route.wishes & (_X | _PROBS if on_input else _X))
         probs_travel = bool(route.wishes & _PROBS) and not on_input
         local = {**wanted, "x": x_travels, "topk_probs": probs_travel}
-        grads = self._local_gradients(there, z, dout, [local[n] for n in DIFFERENTIABLE])
+        grads = self.local.backward(there, z, dout, [local[n] for n in DIFFERENTIABLE])
         dx, dprobs = grads.x, None
         if dx is not None:
             dx, dprobs = self._input_gradients(call, route.back(dx), wanted["topk_probs"])
@@ -206,28 +211,14 @@ class _Layer:
             dprobs = take(back, route.inverse, 0.0).view(call.topk_probs.shape)
         return grads._replace(x=dx, topk_probs=dprobs)
 
-    def _local_gradients(
-        self, there: Call, z: Tensor, dout: Tensor, wanted: list[bool]
-    ) -> Gradients:
-        names = [n for n, want in zip(DIFFERENTIABLE, wanted, strict=True) if want]
-        if there.x.shape[0] == 0 or there.down.shape[0] == 0:
-            tensors = {n: getattr(there, n) for n in names}
-            return Gradients(
-                **{n: torch.zeros_like(t) for n, t in tensors.items() if t is not None}
-            )
-        found = torch.ops.samebits.experts_backward(
-            *there[:INPUTS], z, dout, self._inner().text(), there.down.shape[0], 0, wanted
-        )
-        by_name = dict(zip(DIFFERENTIABLE, found, strict=True))
-        return Gradients(**{n: by_name[n] for n in names if getattr(there, n) is not None})
-
     def _input_gradients(
         self, call: Call, rows: Tensor, want_probs: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of x and, where they scaled it, of the probabilities."""
         route = self.route
         if self.placement != ProbPlacement.FC1_INPUT:
-            return combine(rows, route.inverse, route.topk), None
+            return self.local.whole(combine(rows, route.inverse, route.topk)), None
+        rows = self.local.whole(rows)
         on_host = call.x.device.type == "cpu"
         x = call.x if want_probs and not on_host else None
         dx, dprobs = torch.ops.samebits.permute_backward(

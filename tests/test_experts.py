@@ -11,7 +11,7 @@ from torch import Tensor
 from samebits.errors import UnsupportedError
 from samebits.experts import experts, grouped_experts
 from samebits.problem import DTYPES, ProbPlacement
-from samebits.routing import Routing, RoutingRule
+from samebits.routing import Permutation, Routing, RoutingRule
 from samebits.testing.cases import CASES
 from samebits.testing.inputs import Inputs, judge_all, make_inputs, run
 from samebits.testing.numerics import assert_bitwise_equal, judge, relative_error
@@ -94,6 +94,22 @@ def test_offsets_that_are_no_offsets_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match="offsets must ascend from 0"):
         grouped_experts(inputs.x, _offsets(inputs, *values).to(dtype), inputs.weights)
+
+
+@pytest.mark.parametrize("backend", ["grouped", "reference"])
+def test_rows_sorted_by_their_caller_have_the_bits_of_experts(
+    inputs: Inputs, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offsets = _offsets(inputs, 0, 2, 2, TOKENS - 1)
+    ids = torch.searchsorted(offsets[1:], torch.arange(TOKENS), right=True)[:, None]
+    probs = inputs.routing.topk_probs[:, :1]
+    expected = experts(inputs.x, Routing(ids, probs), inputs.weights, backend=backend)
+    if backend == "grouped":
+        monkeypatch.setattr(Permutation, "of", None)
+
+    out = grouped_experts(inputs.x, offsets, inputs.weights, row_probs=probs[:, 0], backend=backend)
+
+    assert_bitwise_equal(out, expected)
 
 
 def test_grouped_experts_says_what_has_the_wrong_type_or_device(inputs: Inputs) -> None:

@@ -72,6 +72,7 @@ def test_compiles_and_loads_every_kernel_of_a_call_without_running_one() -> None
         "_few_metadata_kernel",
         "_first_projection_kernel",
         "_second_projection_kernel",
+        "_sorted_rows_kernel",
         "_sum_kernel",
     ]
     assert refusal == "problem must be of the current device (sm_80), got sm_90"

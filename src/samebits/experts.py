@@ -6,13 +6,13 @@ from torch import Tensor
 from samebits.activation import Activation
 from samebits.arguments import require_bool, require_int, require_type
 from samebits.backends import check_name, repetition
-from samebits.backends.call import Call, call_of, check_count, check_out, check_weights
+from samebits.backends.call import Call, call_of, check_out, check_tensors, check_weights
 from samebits.backends.differentiable import run
 from samebits.backends.operator import autocast_dtype, compute
 from samebits.backends.options import Options
 from samebits.errors import must
 from samebits.formats.weights import Parameters, QuantizedWeights
-from samebits.problem import DTYPE_NAMES, ProbPlacement
+from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 from samebits.weight_gradients import Destination
 from samebits.weights import ExpertWeights
@@ -73,11 +73,33 @@ def experts(
     Determinism: bitwise repeatable. Each row independent of T and of the other rows on a GPU; on
     CPU the backend's ``notes`` say what holds.
     """
+    return _computed(
+        x, routing, weights, activation, placement, backend, expert_start, out_dtype,
+        num_valid_tokens, out, weight_gradients, recompute, None,
+    )  # fmt: skip
+
+
+def _computed(
+    x: Tensor,
+    routing: Routing,
+    weights: Parameters,
+    activation: Activation,
+    placement: ProbPlacement,
+    backend: str,
+    expert_start: int,
+    out_dtype: torch.dtype | None,
+    num_valid_tokens: Tensor | None,
+    out: Tensor | None,
+    weight_gradients: Destination | None,
+    recompute: bool,
+    offsets: Tensor | None,
+) -> Tensor:
+    """Return what ``experts`` does; ``offsets`` where rows are sorted, see ``Call``."""
     kind = None
     if not torch.compiler.is_compiling() and isinstance(weights, ExpertWeights):
         request = repetition.Request(
             x, routing, weights, activation, placement, backend, expert_start, out_dtype,
-            num_valid_tokens, out,
+            num_valid_tokens, out, offsets,
         )  # fmt: skip
         kind = repetition.kind_of(request)
         if kind is not None and (known := repetition.repeat(kind, request)) is not None:
@@ -93,6 +115,8 @@ def experts(
         out_dtype=out_dtype,
         num_valid_tokens=num_valid_tokens,
     )
+    if offsets is not None:
+        call = call._replace(offsets=offsets)
     if out is not None:
         check_out(out, call, options.out_dtype or call.x.dtype)
         call = call._replace(out=out)
@@ -129,7 +153,7 @@ def checked(
     x, weights = _autocast(x, weights)
     num_experts = weights.down.shape[0] if routing.num_experts is None else routing.num_experts
     require_int("expert_start", expert_start)
-    _check(x, routing, weights, activation, num_valid_tokens)
+    check_tensors(x, routing, weights, activation, num_valid_tokens)
     if not 0 <= expert_start <= num_experts - weights.down.shape[0]:
         rule = f"keep expert_start + E within N = {num_experts}, with E = {weights.down.shape[0]}"
         raise ValueError(must("expert_start", rule, expert_start))
@@ -214,17 +238,10 @@ def grouped_experts(
         raise ValueError(must("row_probs", rule, row_probs.device))
     indices = torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype)
     ids = torch.searchsorted(offsets[1:].contiguous(), indices, right=True)
-    return experts(
-        rows,
-        Routing(ids[:, None], row_probs[:, None]),
-        weights,
-        activation,
-        placement=placement,
-        backend=backend,
-        out_dtype=out_dtype,
-        weight_gradients=weight_gradients,
-        recompute=recompute,
-    )
+    return _computed(
+        rows, Routing(ids[:, None], row_probs[:, None]), weights, activation, placement, backend,
+        0, out_dtype, None, None, weight_gradients, recompute, offsets,
+    )  # fmt: skip
 
 
 def check_offsets(offsets: Tensor, rows: Tensor, num_local: int) -> None:
@@ -252,46 +269,3 @@ def _autocast(x: Tensor, weights: Parameters) -> tuple[Tensor, Parameters]:
     if isinstance(weights, QuantizedWeights):
         return x.to(dtype), weights.to(dtype)
     return x.to(dtype), weights.map(lambda tensor: tensor.to(dtype))
-
-
-def _check(
-    x: Tensor,
-    routing: Routing,
-    weights: Parameters,
-    activation: Activation,
-    num_valid_tokens: Tensor | None,
-) -> None:
-    if x.dim() != 2:
-        raise ValueError(must("x", "have shape (T, H)", tuple(x.shape)))
-    if x.dtype not in DTYPE_NAMES or x.dtype != weights.dtype:
-        rule = f"have the dtype of the weights ({weights.dtype})"
-        raise ValueError(must("x", rule, x.dtype))
-    if x.shape[1] != weights.down.shape[1]:
-        rule = f"have shape (T, H) with H = down.shape[1] = {weights.down.shape[1]}"
-        raise ValueError(must("x", rule, tuple(x.shape)))
-    _check_routing(routing, x)
-    for name, matrix in (("gate_up", weights.gate_up), ("down", weights.down)):
-        if matrix.device != x.device:
-            raise ValueError(must(name, f"be on the device of x ({x.device})", matrix.device))
-    rows, columns = weights.gate_up.shape[1], weights.down.shape[2]
-    # As sizes, not as ``weights.gated``: torch 2.11 cannot compare symbolic truth values.
-    if rows != activation.columns * columns:
-        size = f"{activation.columns} * F = {activation.columns * columns}"
-        rule = f"have {size} rows for activation {activation.key}"
-        raise ValueError(must("gate_up", rule, rows))
-    if num_valid_tokens is not None:
-        check_count(num_valid_tokens, x)
-
-
-def _check_routing(routing: Routing, x: Tensor) -> None:
-    ids = routing.topk_ids
-    if ids.shape[0] != x.shape[0]:
-        rule = f"have shape (T, K) with T = x.shape[0] = {x.shape[0]}"
-        raise ValueError(must("topk_ids", rule, tuple(ids.shape)))
-    if ids.shape[1] < 1:
-        raise ValueError(must("topk_ids", "have shape (T, K) with K >= 1", tuple(ids.shape)))
-    if routing.topk_probs.dtype not in (torch.float32, x.dtype):
-        rule = f"be float32 or the dtype of x ({x.dtype})"
-        raise ValueError(must("topk_probs", rule, routing.topk_probs.dtype))
-    if ids.device != x.device:
-        raise ValueError(must("topk_ids", f"be on the device of x ({x.device})", ids.device))

@@ -1,6 +1,6 @@
 """Compile a layer's kernels ahead of its first call."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from types import ModuleType
@@ -30,7 +30,8 @@ def warmup(
 
     Nothing runs and no memory is taken on the device. The first call inside a CUDA graph needs its
     kernels loaded; so does a first call that must not take seconds. Weights and ``x`` are taken to
-    be contiguous and to start at multiples of 16 bytes; ids of both integer types are covered.
+    be contiguous and to start at multiples of 16 bytes; ids of both integer types are covered. With
+    K = 1 that is also what ``grouped_experts`` needs, T being its rows.
 
     Args:
         problem: The calls to come, for example ``Problem.parse("H=2048 F=768 E=128 K=8
@@ -77,8 +78,7 @@ def warmup(
     from samebits.ops._triton.launch import nothing_launched
 
     with torch.no_grad(), nothing_launched():
-        for count, ids in product(counts, (torch.int64, torch.int32)):
-            call = _call(problem, count, ids)
+        for call in _calls(problem, counts):
             out, z = module.forward(problem, call, save=problem.grad and not recompute)
             if recompute:
                 z = module.recomputed(problem, call)
@@ -112,6 +112,16 @@ def _backward(
             for name, tensor in held.items()
         }
         module.backward(problem, call, z, dout, wanted, into)
+
+
+def _calls(problem: Problem, counts: Iterable[int]) -> Iterator[Call]:
+    """Yield the calls of ``experts``, and of ``grouped_experts`` where the problem may be its."""
+    whole = problem.experts == problem.E and not problem.counted
+    for count, ids in product(counts, (torch.int64, torch.int32)):
+        call = _call(problem, count, ids)
+        yield call
+        if problem.K == 1 and whole:
+            yield call._replace(offsets=torch.empty(problem.E + 1, dtype=ids, device="meta"))
 
 
 def _call(problem: Problem, tokens: int, ids: torch.dtype) -> Call:

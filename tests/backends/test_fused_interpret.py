@@ -101,6 +101,38 @@ def test_a_few_tokens_need_no_sort(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert z.shape == (0, inputs.weights.gate_up.shape[1])
 
 
+@pytest.mark.parametrize("placement", ProbPlacement)
+@pytest.mark.parametrize("module", [FUSED, BACKENDS["grouped"]], ids=["fused", "grouped"])
+def test_sorted_rows_are_neither_sorted_nor_copied_and_have_the_same_bits(
+    module: ModuleType, placement: ProbPlacement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = replace(CASES["gpt-oss-whole"], H=24, F=20, E=4, K=1, placement=placement, grad=True)
+    problem = replace(whole, device="sm_80")
+    inputs = make_inputs(problem, 9)
+    offsets = torch.tensor([0, 3, 3, 7, 8])
+    # The last row is no expert's, and holds anything.
+    ids = torch.searchsorted(offsets[1:], torch.arange(9), right=True)[:, None]
+    inputs.x[8] = inputs.routing.topk_probs[8] = inputs.dout[8] = torch.nan
+    call = _call(inputs)._replace(topk_ids=ids)
+    wanted = tuple(name in _wanted(inputs) for name in DIFFERENTIABLE)
+
+    def results(call: Call) -> dict[str, Tensor]:
+        out, z = module.forward(problem, call, save=True)
+        grads = module.backward(problem, call, z, inputs.dout, wanted, {})._asdict()
+        z = module.recomputed(problem, call)
+        return {"out": out, "z": z[:8]} | {n: g for n, g in grads.items() if g is not None}
+
+    expected = results(call)
+    monkeypatch.setattr(permute, "launch_metadata", None)
+    if placement != ProbPlacement.FC1_INPUT:
+        monkeypatch.setattr(permute, "launch_permute", None)
+    found = results(call._replace(offsets=offsets))
+
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert_bitwise_equal(value, expected[name], name)
+
+
 class _Noted:
     """Stands for a kernel: notes that it would be launched."""
 

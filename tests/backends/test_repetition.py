@@ -191,7 +191,7 @@ def test_autograd_hears_of_a_repeated_write(
     "op",
     [
         "permute", "indirect_gemm", "slot_gemm", "row_norm", "dequantize", "hidden_gradient",
-        "weight_gradient",
+        "weight_gradient", "sorted_rows",
     ],
 )  # fmt: skip
 def test_every_kernel_of_a_layer_is_recordable(op: str) -> None:

@@ -5,11 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from samebits.activation import Activation
 from samebits.arguments import require_type
 from samebits.errors import UnsupportedError, must
 from samebits.formats.matrix import QuantizedMatrix
 from samebits.formats.weights import Parameters, QuantizedWeights
-from samebits.problem import DTYPES, Problem
+from samebits.problem import DTYPE_NAMES, DTYPES, Problem
 from samebits.routing import Routing
 from samebits.weights import ExpertWeights
 
@@ -40,6 +41,8 @@ class Call(NamedTuple):
     down_scales: Tensor | None = None
     gate_up_global: Tensor | None = None
     down_global: Tensor | None = None
+    # (E + 1,) int32 or int64: the rows of x are sorted by expert, K is 1 and ids say the same.
+    offsets: Tensor | None = None
     # (T, H), where the caller wants the output; a backend may return another tensor instead.
     out: Tensor | None = None
 
@@ -173,6 +176,53 @@ def check_out(out: Tensor, call: Call, dtype: torch.dtype) -> None:
     for name, tensor in zip(Call._fields, call, strict=True):
         if tensor is not None and overlap(out, tensor):
             raise ValueError(must("out", f"have no memory in common with {name}", "some"))
+
+
+def check_tensors(
+    x: Tensor,
+    routing: Routing,
+    weights: Parameters,
+    activation: Activation,
+    num_valid_tokens: Tensor | None,
+) -> None:
+    """Raise unless the tensors of a call fit one another.
+
+    Determinism: no arithmetic.
+    """
+    if x.dim() != 2:
+        raise ValueError(must("x", "have shape (T, H)", tuple(x.shape)))
+    if x.dtype not in DTYPE_NAMES or x.dtype != weights.dtype:
+        rule = f"have the dtype of the weights ({weights.dtype})"
+        raise ValueError(must("x", rule, x.dtype))
+    if x.shape[1] != weights.down.shape[1]:
+        rule = f"have shape (T, H) with H = down.shape[1] = {weights.down.shape[1]}"
+        raise ValueError(must("x", rule, tuple(x.shape)))
+    _check_routing(routing, x)
+    for name, matrix in (("gate_up", weights.gate_up), ("down", weights.down)):
+        if matrix.device != x.device:
+            raise ValueError(must(name, f"be on the device of x ({x.device})", matrix.device))
+    rows, columns = weights.gate_up.shape[1], weights.down.shape[2]
+    # As sizes, not as ``weights.gated``: torch 2.11 cannot compare symbolic truth values.
+    if rows != activation.columns * columns:
+        size = f"{activation.columns} * F = {activation.columns * columns}"
+        rule = f"have {size} rows for activation {activation.key}"
+        raise ValueError(must("gate_up", rule, rows))
+    if num_valid_tokens is not None:
+        check_count(num_valid_tokens, x)
+
+
+def _check_routing(routing: Routing, x: Tensor) -> None:
+    ids = routing.topk_ids
+    if ids.shape[0] != x.shape[0]:
+        rule = f"have shape (T, K) with T = x.shape[0] = {x.shape[0]}"
+        raise ValueError(must("topk_ids", rule, tuple(ids.shape)))
+    if ids.shape[1] < 1:
+        raise ValueError(must("topk_ids", "have shape (T, K) with K >= 1", tuple(ids.shape)))
+    if routing.topk_probs.dtype not in (torch.float32, x.dtype):
+        rule = f"be float32 or the dtype of x ({x.dtype})"
+        raise ValueError(must("topk_probs", rule, routing.topk_probs.dtype))
+    if ids.device != x.device:
+        raise ValueError(must("topk_ids", f"be on the device of x ({x.device})", ids.device))
 
 
 def check_count(num_valid_tokens: Tensor, x: Tensor) -> None:

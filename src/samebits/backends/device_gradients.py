@@ -13,6 +13,7 @@ from torch import Tensor
 from samebits.backends import recorder
 from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
 from samebits.backends.matrices import dense_of
+from samebits.backends.stages import by_row, metadata_of
 from samebits.ops.permute.tuning import Metadata
 from samebits.problem import Problem, ProbPlacement
 from samebits.weight_gradients import Buffer
@@ -37,7 +38,6 @@ def backward(
     """
     from samebits.ops.hidden_gradient import tuning as hidden_tuning
     from samebits.ops.hidden_gradient.kernel import launch_hidden_gradient, launch_probs_gradient
-    from samebits.ops.permute.kernel import launch_metadata, launch_permute
 
     want = {name for name, asked in zip(DIFFERENTIABLE, wanted, strict=True) if asked}
     topk, total = problem.K, call.topk_ids.numel()
@@ -46,16 +46,10 @@ def backward(
     config = hidden_tuning.heuristic(max(total, 1), problem.E, problem.device)
     if problem.dtype == "fp32":
         config = config.for_fp32()
-    metadata = launch_metadata(
-        call.topk_ids,
-        problem.E,
-        config.block_r,
-        expert_start=problem.expert_start,
-        num_valid_tokens=call.num_valid_tokens,
-    )
+    metadata = metadata_of(problem, call, config.block_r)
     dout = dout.to(call.x.dtype).contiguous()
-    by_row = bool(want & {"down", "down_bias"})
-    dy = launch_permute(dout, metadata.inverse, topk, None) if by_row else dout
+    in_rows = call.offsets is not None or bool(want & {"down", "down_bias"})
+    dy = by_row(problem, call, dout, metadata.inverse) if in_rows else dout
     want_dz = bool(want & {"x", "gate_up", "gate_up_bias"}) or (on_input and "topk_probs" in want)
     want_partial = "topk_probs" in want and not on_input
     dz = h = partial = None
@@ -72,7 +66,7 @@ def backward(
             problem.layout,
             config,
             topk=topk,
-            gather=not by_row,
+            gather=not in_rows,
             want_dz=want_dz,
             want_h="down" in want,
             want_partial=want_partial,
@@ -166,7 +160,10 @@ class _Products:
             if dprobs is not None:
                 grads["topk_probs"] = dprobs
         if "gate_up" in self.want:
-            x = launch_permute(call.x, inverse, topk, probs)
+            if probs is None:
+                x = by_row(self.problem, call, call.x, inverse)
+            else:
+                x = launch_permute(call.x, inverse, topk, probs)
             grads["gate_up"] = self._weight("gate_up", dz, x, call.gate_up)
         return grads
 

@@ -8,12 +8,12 @@ every T.
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from samebits.backends import device_gradients
 from samebits.backends.call import Call, Gradients, why_no_kernels
 from samebits.backends.matrices import matrix_of, tiles_of
+from samebits.backends.stages import combined, factors, metadata_of, second_dtype
 from samebits.ops.indirect_gemm.tuning import Config
 from samebits.ops.permute.tuning import Metadata
 from samebits.ops.slot_gemm import tuning as slot_tuning
@@ -46,39 +46,24 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     """
     # Imported here: naming the backend must not need Triton.
     from samebits.ops.indirect_gemm.kernel import launch_second_projection
-    from samebits.ops.permute.kernel import launch_combine
-    from samebits.ops.row_norm.kernel import launch_row_norm
 
-    topk, tokens = problem.K, call.topk_ids.shape[0]
-    tiles = slot_tuning.heuristic(tokens, topk, problem.E, problem.device, problem.dtype)
+    tokens = call.topk_ids.shape[0]
+    tiles = slot_tuning.heuristic(tokens, problem.K, problem.E, problem.device, problem.dtype)
     plain = problem.format is None and problem.norm_eps is None
     if tiles is not None and tokens and not save and plain:
         return _by_slot(problem, call, tiles), call.x.new_empty(0, call.gate_up.shape[1])
     h, z, metadata, second, upcast = _first_projection(problem, call, save=save)
-    probs = call.topk_probs.contiguous()
-    placed = {p: probs if p == problem.placement else None for p in ProbPlacement}
     y = launch_second_projection(
         h,
         metadata.slots,
         metadata.tiles,
         matrix_of(problem, call, "down", metadata.offsets, upcast=upcast),
         call.down_bias,
-        placed[ProbPlacement.FC2_INPUT],
+        factors(problem, call)[ProbPlacement.FC2_INPUT],
         second,
-        dtype=None if problem.norm_eps is None else torch.float32,
+        dtype=second_dtype(problem),
     )
-    if problem.norm_eps is not None:
-        assert call.norm_scale is not None
-        kept, dtype = metadata.offsets[-1:], DTYPES[problem.dtype]
-        y = launch_row_norm(y, call.norm_scale, kept, problem.norm_eps, dtype)
-    out = launch_combine(
-        y,
-        metadata.inverse,
-        topk,
-        placed[ProbPlacement.FC2_OUTPUT],
-        DTYPES[problem.result_dtype],
-        out=call.out,
-    )
+    out = combined(problem, call, y, metadata)
     return out, call.x.new_empty(0, call.gate_up.shape[1]) if z is None else z
 
 
@@ -97,22 +82,15 @@ def _first_projection(
 ) -> tuple[Tensor, Tensor | None, Metadata, Config, bool]:
     """Return h and, if ``save``, z by row; the metadata; the second tile, and if it upcasts."""
     from samebits.ops.indirect_gemm.kernel import First, launch_first_projection
-    from samebits.ops.permute.kernel import launch_metadata, launch_permute
+    from samebits.ops.permute.kernel import launch_permute
 
-    topk = problem.K
     first, second, upcast = tiles_of(problem, call)
-    metadata = launch_metadata(
-        call.topk_ids,
-        problem.E,
-        first.block_r,
-        expert_start=problem.expert_start,
-        num_valid_tokens=call.num_valid_tokens,
-    )
-    probs = call.topk_probs.contiguous()
-    placed = {p: probs if p == problem.placement else None for p in ProbPlacement}
-    x, gather = call.x, True
+    metadata = metadata_of(problem, call, first.block_r)
+    placed = factors(problem, call)
+    # Sorted rows lie where they are multiplied.
+    x, gather = call.x, call.offsets is None
     if problem.placement == ProbPlacement.FC1_INPUT:
-        x = launch_permute(call.x, metadata.inverse, topk, probs)
+        x = launch_permute(call.x, metadata.inverse, problem.K, placed[ProbPlacement.FC1_INPUT])
         gather = False
     h, z = launch_first_projection(
         x,
@@ -126,7 +104,7 @@ def _first_projection(
         problem.activation,
         placed[ProbPlacement.FC2_INPUT],
         first,
-        topk=topk,
+        topk=problem.K,
         gather=gather,
         save=save,
     )

@@ -88,7 +88,8 @@ def problem_of(
 _TENSORS = (
     "Tensor x, Tensor topk_ids, Tensor topk_probs, Tensor gate_up, Tensor down, "
     "Tensor? gate_up_bias, Tensor? down_bias, Tensor? norm_scale, Tensor? num_valid_tokens, "
-    "Tensor? gate_up_scales, Tensor? down_scales, Tensor? gate_up_global, Tensor? down_global"
+    "Tensor? gate_up_scales, Tensor? down_scales, Tensor? gate_up_global, Tensor? down_global, "
+    "Tensor? offsets"
 )
 _OPTIONS = "str options, int num_experts, int expert_start"
 torch.library.define(

@@ -51,6 +51,8 @@ class Request(NamedTuple):
     out_dtype: torch.dtype | None
     num_valid_tokens: Tensor | None
     out: Tensor | None
+    # Of ``samebits.grouped_experts``.
+    offsets: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -66,6 +68,7 @@ class Request(NamedTuple):
             weights.down_bias,
             weights.norm_scale,
             self.num_valid_tokens,
+            self.offsets,
         )
 
 
@@ -83,7 +86,7 @@ def kind_of(request: Request) -> Kind | None:
 
     Determinism: pure function of its arguments and of torch's modes.
     """
-    x, routing, weights, activation, placement, backend, start, out_dtype, _, out = request
+    x, routing, weights, activation, placement, backend, start, out_dtype, _, out, _ = request
     if type(x) is not Tensor or not x.is_cuda or x.dim() != 2:
         return None
     if x.shape[0] > MOST_TOKENS or x.numel() == 0:

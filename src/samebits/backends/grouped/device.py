@@ -11,9 +11,10 @@ from torch import Tensor
 
 from samebits.backends.call import Call, why_no_kernels
 from samebits.backends.matrices import matrix_of, tiles_of
+from samebits.backends.stages import by_row, combined, factors, metadata_of, second_dtype
 from samebits.ops.indirect_gemm.tuning import Config
 from samebits.ops.permute.tuning import Metadata
-from samebits.problem import DTYPES, Problem, ProbPlacement
+from samebits.problem import Problem, ProbPlacement
 
 
 def why_not(problem: Problem) -> str | None:
@@ -44,21 +45,17 @@ def first_projection(problem: Problem, call: Call) -> First:
     # Imported here: naming the backend must not need Triton.
     from samebits.ops.grouped_gemm.kernel import launch_grouped_gemm
     from samebits.ops.grouped_gemm.tuning import config_of
-    from samebits.ops.permute.kernel import launch_metadata, launch_permute
+    from samebits.ops.permute.kernel import launch_permute
 
     _, config, upcast = tiles_of(problem, call)
     if not upcast:
         config = config_of(call.topk_ids.numel(), problem.E, problem.device, problem.dtype)
-    metadata = launch_metadata(
-        call.topk_ids,
-        problem.E,
-        config.block_r,
-        expert_start=problem.expert_start,
-        num_valid_tokens=call.num_valid_tokens,
-    )
-    on_input = problem.placement == ProbPlacement.FC1_INPUT
-    probs = call.topk_probs.contiguous() if on_input else None
-    rows = launch_permute(call.x, metadata.inverse, problem.K, probs)
+    metadata = metadata_of(problem, call, config.block_r)
+    on_input = factors(problem, call)[ProbPlacement.FC1_INPUT]
+    if on_input is None:
+        rows = by_row(problem, call, call.x, metadata.inverse)
+    else:
+        rows = launch_permute(call.x, metadata.inverse, problem.K, on_input)
     z = launch_grouped_gemm(
         rows,
         metadata,
@@ -80,13 +77,9 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     from samebits.ops.activation.kernel import launch_activation_forward
     from samebits.ops.activation.operands import Operands
     from samebits.ops.grouped_gemm.kernel import launch_grouped_gemm
-    from samebits.ops.permute.kernel import launch_combine
-    from samebits.ops.row_norm.kernel import launch_row_norm
 
     z, metadata, config, upcast = first_projection(problem, call)
-    probs = call.topk_probs.contiguous()
-    placed = {p: probs if p == problem.placement else None for p in ProbPlacement}
-    on_hidden = placed[ProbPlacement.FC2_INPUT]
+    on_hidden = factors(problem, call)[ProbPlacement.FC2_INPUT]
     operands = Operands(
         z,
         row_probs=None if on_hidden is None else _by_row(on_hidden, metadata.slots),
@@ -102,20 +95,9 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
         on_hidden,
         config,
         problem.device,
-        dtype=None if problem.norm_eps is None else torch.float32,
+        dtype=second_dtype(problem),
     )
-    if problem.norm_eps is not None:
-        assert call.norm_scale is not None
-        kept, dtype = metadata.offsets[-1:], DTYPES[problem.dtype]
-        y = launch_row_norm(y, call.norm_scale, kept, problem.norm_eps, dtype)
-    out = launch_combine(
-        y,
-        metadata.inverse,
-        problem.K,
-        placed[ProbPlacement.FC2_OUTPUT],
-        DTYPES[problem.result_dtype],
-        out=call.out,
-    )
+    out = combined(problem, call, y, metadata)
     return out, z if save else z.new_empty(0, z.shape[1])
 
 

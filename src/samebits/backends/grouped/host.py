@@ -57,19 +57,14 @@ class Rows:
     """The sorted rows of one call."""
 
     def __init__(self, problem: Problem, call: Call) -> None:
-        permutation = Permutation.of(
-            call.topk_ids,
-            problem.E,
-            expert_start=problem.expert_start,
-            num_valid_tokens=call.num_valid_tokens,
-        )
         parameters = (problem.activation.columns + 1) * problem.F * problem.H
         self._most = max(1, _CHUNK_BYTES // (parameters * call.x.element_size()))
-        self.bounds: list[int] = permutation.offsets.tolist()
+        offsets, slots = _sorted(problem, call)
+        self.bounds: list[int] = offsets.tolist()
         self.total = self.bounds[-1]
         # No chunk has more rows.
         self.longest = max(_CHUNK_ROWS, *(stop - start for start, stop in pairwise(self.bounds)))
-        self.slots = permutation.slots[: self.total]
+        self.slots = slots[: self.total]
         self._tokens = self.slots // problem.K
         self._experts = call.topk_ids.reshape(-1)[self.slots] - problem.expert_start
         wide = accumulate_dtype(problem)
@@ -100,6 +95,19 @@ class Rows:
         counts = [self.bounds[expert + 1] - self.bounds[expert] for expert in present]
         experts = self._experts[span]
         return Chunk(span, self._tokens[span], experts, self._probs[span], present, counts)
+
+
+def _sorted(problem: Problem, call: Call) -> tuple[Tensor, Tensor]:
+    """Return the first row of each expert, and the slot of each row."""
+    if call.offsets is not None:
+        return call.offsets, torch.arange(call.topk_ids.numel())
+    permutation = Permutation.of(
+        call.topk_ids,
+        problem.E,
+        expert_start=problem.expert_start,
+        num_valid_tokens=call.num_valid_tokens,
+    )
+    return permutation.offsets, permutation.slots
 
 
 def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor]:

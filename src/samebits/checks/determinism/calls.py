@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from samebits.activation import Activation
-from samebits.experts import experts
+from samebits.experts import experts, grouped_experts
 from samebits.formats.descriptor import WeightFormat
 from samebits.formats.packing import quantize_matrix
 from samebits.ops.indirect_gemm import tuning
@@ -56,6 +56,29 @@ def layer(
     if problem.grad:
         for tensor in wanted:
             tensor.requires_grad_()
+    return call
+
+
+def sorted_rows(problem: Problem, rows: int, backend: str, device: torch.device) -> Call:
+    """Return a call of ``grouped_experts``: its output and gradients; the last rows are of none."""
+    weights = _weights(problem, device)
+    draw = _Draw(device, rows)
+    x = draw.normal(rows, problem.H).to(DTYPES[problem.dtype])
+    ids = draw.choices(rows, problem.E + 1, 1).reshape(-1)
+    counts = torch.bincount(ids, minlength=problem.E + 1)[: problem.E]
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    probs = draw.uniform(rows, 1).reshape(-1) + 0.05
+    dout = draw.normal(rows, problem.H).to(x.dtype)
+    wanted = [x, probs, weights.gate_up, weights.down]
+    for tensor in wanted:
+        tensor.requires_grad_()
+
+    def call() -> Any:
+        out = grouped_experts(
+            x, offsets, weights, problem.activation, row_probs=probs, backend=backend
+        )
+        return (out, *torch.autograd.grad(out, wanted, dout))
+
     return call
 
 

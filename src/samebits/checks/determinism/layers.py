@@ -77,6 +77,7 @@ def layers() -> Iterator[Variant]:
                 yield from _unlike(_grouped(family, problem, point) for point in _POINTS[::2])
             if dtype != "fp32":
                 yield _single_slots(family, problem)
+    yield from (_sorted_rows(backend, 2048) for backend in ("fused", "grouped"))
     yield _forward("norm", replace(_FEW, norm_eps=1e-5), _POINTS[0])
     yield _suspect()
 
@@ -220,6 +221,25 @@ def _grouped(family: str, problem: Problem, per_expert: float) -> Variant:
         config = grouped_tuning.config_of(rows, problem.E, problem.device, problem.dtype)
         tiles["_second_projection_kernel"] = asdict(config)
     return _variant("grouped", family, problem, tokens, kernels, tiles)
+
+
+def _sorted_rows(backend: str, rows: int) -> Variant:
+    """Return rows that their caller sorted, with gradients."""
+    problem = replace(_FEW, K=1, grad=True)
+    kernels = [
+        "ops/sorted_rows/kernel.py:_sorted_rows_kernel",
+        *([FIRST] if backend == "fused" else [f"{ACTIVATION}_activation_forward_kernel"]),
+        SECOND,
+        f"{HIDDEN}_hidden_gradient_kernel",
+        f"{WEIGHT}_weight_gradient_kernel",
+        f"{PERMUTE}_sum_kernel",
+    ]
+    return Variant(
+        name=f"{backend} sorted rows R={rows}",
+        kernels=kernels,
+        config={"problem": str(problem), "rows": rows},
+        prepare=partial(calls.sorted_rows, problem, rows, backend),
+    )
 
 
 def _suspect() -> Variant:

@@ -18,8 +18,9 @@ from samebits.experts import experts
 from samebits.formats.weights import Parameters
 from samebits.ops.permute import permute
 from samebits.parallel.all_to_all import combine, dispatch_agreed, send
+from samebits.parallel.exchange import on_device, take
 from samebits.parallel.ranks import Ranks
-from samebits.parallel.route import on_device, take, wrong_ids
+from samebits.parallel.route import wrong_ids
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 
@@ -68,7 +69,8 @@ def experts_by_rank(
     if weights.down.shape[0] != len(ranks.held) or not ranks.held:
         rule = f"hold the experts {ranks.held} of this rank, at least one"
         raise ValueError(must("weights", rule, weights.down.shape[0]))
-    owner = torch.searchsorted(on_device(ranks.bounds, ids.device).long(), ids, right=True) - 1
+    bounds = on_device(ranks.bounds, ids.device, torch.int64)
+    owner = torch.searchsorted(bounds, ids, right=True) - 1
     owner = torch.where((ids >= 0) & (ids < ranks.num_experts), owner, -1)
     earlier = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril(-1)
     repeated = ((owner[:, :, None] == owner[:, None, :]) & earlier).any(2)

@@ -7,8 +7,10 @@ where one rank holds all tokens. Bytes are moved, never numbers: every dtype and
 
 import zlib
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import cached_property, reduce
+from itertools import pairwise
 from operator import or_
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +18,15 @@ from torch import Tensor
 
 from samebits.arguments import require_type
 from samebits.errors import UnsupportedError, must
-from samebits.ops.permute import Metadata, sort_slots
-from samebits.parallel.ranks import Ranks
+from samebits.ops.permute import Metadata, check_slots
+from samebits.parallel.copies import sort
+from samebits.parallel.exchange import Coming, exchange, on_device, room_for
+from samebits.parallel.exchange import take as take
+from samebits.parallel.ranks import Capacity, Ranks
 from samebits.routing import require_ids
 
+# Its name from torch 2.13 on, where the older one warns.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Numbers before the offsets in what a rank tells the others.
 _HEADER = 2
 # Bits beside the caller's wishes: that all stop, and that here no backward can follow.
@@ -36,26 +43,57 @@ class Route:
     slots: Tensor
     inverse: Tensor
     topk: int
-    # (A,) int64, the expert of each arrival, counted from the first one here; E for no row.
-    ids: Tensor
+    # A; what is more than all of ``received`` is no row, and holds anything.
+    arriving: int
     # Bits that any rank set in ``wishes``.
     wishes: int
     # Rows to and from each rank; equal numbers with a capacity.
     sent: list[int]
     received: list[int]
+    # (W, E + 1), of each rank: its first row for each expert here, and the end.
+    offsets: Tensor
     # With a capacity: (R,) place of each row in the buffer, its length where it did not fit; and
     # (W * C,) row in each place, R for none.
     places: Tensor | None = None
     rows: Tensor | None = None
 
-    def go(self, rows: Tensor) -> Tensor:
-        """Return the arrivals ``(A, …)`` for ``rows`` ``(R, …)``; a collective.
+    @cached_property
+    def ids(self) -> Tensor:
+        """(A,) int64, the expert of each arrival, counted from the first one here; E for no row."""
+        counts, device = self.offsets.diff(), self.offsets.device
+        experts, sources = counts.shape[1], self.ranks.size
+        if self.places is not None:
+            ends, place = counts.cumsum(1), torch.arange(self.received[0], device=device)
+            place = place.expand(sources, -1).contiguous()
+            return torch.searchsorted(ends, place, right=True).reshape(-1)
+        ends, arrival = counts.reshape(-1).cumsum(0), torch.arange(self.arriving, device=device)
+        table = on_device((*range(experts),) * sources + (experts,), device, torch.int64)
+        return table.index_select(0, torch.searchsorted(ends, arrival, right=True))
+
+    def start(self, rows: Tensor) -> Coming:
+        """Send ``rows`` as ``go`` does, and find the ids of what arrives meanwhile; a collective.
 
         Determinism: exact copies.
         """
+        coming = self._leave(rows, None, True)
+        _ = self.ids
+        return coming
+
+    def go(self, rows: Tensor, *, fill: float | None = 0.0) -> Tensor:
+        """Return the arrivals ``(A, …)`` for ``rows`` ``(R, …)``; a collective.
+
+        ``fill``: what is in the places of a capacity that hold no row; None leaves it open.
+
+        Determinism: exact copies.
+        """
+        return self._leave(rows, fill, False).wait()
+
+    def _leave(self, rows: Tensor, fill: float | None, asynchronous: bool) -> Coming:
         if self.rows is not None:
-            rows = take(rows, self.rows, 0.0)
-        return _exchange(rows, self.sent, self.received, self.ranks.group, sum(self.received))
+            rows = take(rows, self.rows, fill)
+        return exchange(
+            rows, self.sent, self.received, self.ranks.group, self.arriving, asynchronous
+        )
 
     def back(self, arrivals: Tensor) -> Tensor:
         """Return ``(R, …)`` for what was made of each arrival; a collective.
@@ -64,9 +102,15 @@ class Route:
 
         Determinism: exact copies.
         """
-        total = sum(self.sent) if self.places is not None else self.inverse.shape[0]
-        rows = _exchange(arrivals, self.received, self.sent, self.ranks.group, total)
-        return rows if self.places is None else take(rows, self.places, float("nan"))
+        sent, received, group = self.sent, self.received, self.ranks.group
+        if self.places is None:
+            total = self.inverse.shape[0]
+            return exchange(arrivals, received, sent, group, total, False).wait()
+        # One more, for those that did not fit.
+        total = sum(sent) + 1
+        rows = exchange(arrivals, received, sent, group, total, False).wait()
+        rows[-1].fill_(float("nan"))
+        return rows.index_select(0, self.places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +129,16 @@ class Departure:
     wrong: ValueError | None
     # (W, 2 + N + 1) int32, from each rank: its wishes, a hash of its agreement, its offsets.
     told: Tensor
+    # The same on the host, once ``copied`` has happened; not with a capacity.
+    heard: Tensor
+    copied: torch.cuda.Event | None
 
-    def route(self) -> Route:
-        """Return the route; without a capacity, waits for the device and then knows every count.
+    def route(self, *, roomy: bool = False) -> Route:
+        """Return the route; without a capacity, waits until it knows every count.
+
+        Args:
+            roomy: Arrivals may be more than what is received: few different numbers of them, so
+                that passes over them come again (``samebits.backends.passes``).
 
         Raises:
             ValueError: Ranks do not agree, or one has an id that is no expert; raised on each of
@@ -96,22 +147,31 @@ class Departure:
 
         Determinism: exact integers.
         """
-        held = self.ranks.held
-        offsets = self.told[:, _HEADER + held.start : _HEADER + held.stop + 1]
-        if self.ranks.capacity is not None:
-            return self._fixed(offsets.long().diff())
-        ends = offsets.diff().reshape(-1).cumsum(0)
-        # The one wait for the device.
-        told = self.told.cpu()
-        wishes, hashes, counted = told[:, 0], told[:, 1], told[:, _HEADER:]
-        _check_agreement(hashes.tolist(), self.ranks.rank, self.agreement)
-        wished = self._agreed(reduce(or_, wishes.tolist()))
-        sent = counted[self.ranks.rank, list(self.ranks.bounds)].diff().tolist()
-        received = (counted[:, held.stop] - counted[:, held.start]).tolist()
-        arrival = torch.arange(sum(received), device=ends.device)
-        ids = torch.searchsorted(ends, arrival, right=True).remainder_(max(len(held), 1))
+        ranks, held = self.ranks, self.ranks.held
+        first, last = _HEADER + held.start, _HEADER + held.stop
         slots, _, inverse, _ = self.metadata
-        return Route(self.ranks, slots, inverse, self.topk, ids, wished, sent, received)
+        offsets = self.told[:, first : last + 1]
+        if ranks.capacity is not None:
+            sizes = [ranks.capacity.rows] * ranks.size
+            places, rows = self._fixed(ranks.capacity)
+            arriving = sum(sizes)
+            return Route(
+                ranks, slots, inverse, self.topk, arriving, self.wishes, sizes, sizes, offsets,
+                places, rows,
+            )  # fmt: skip
+        if self.copied is not None:
+            # The one wait of the host, for what the device did before ``depart`` ended.
+            self.copied.synchronize()
+        wishes, hashes, starts, stops = (
+            self.heard.select(1, column).tolist() for column in (0, 1, first, last)
+        )
+        _check_agreement(hashes, ranks.rank, self.agreement)
+        wished = self._agreed(reduce(or_, wishes))
+        mine = self.heard[ranks.rank, _HEADER:].tolist()
+        sent = [mine[stop] - mine[start] for start, stop in pairwise(ranks.bounds)]
+        received = [stop - start for start, stop in zip(starts, stops, strict=True)]
+        arriving = room_for(sum(received)) if roomy else sum(received)
+        return Route(ranks, slots, inverse, self.topk, arriving, wished, sent, received, offsets)
 
     def _agreed(self, wishes: int) -> int:
         """Return what the callers wish; raise, on every rank, if one cannot go on."""
@@ -126,28 +186,21 @@ class Departure:
             )
         return wished
 
-    def _fixed(self, counts: Tensor) -> Route:
-        """Return a route through buffers of fixed size; nothing waits for the device."""
-        ranks, (slots, offsets, inverse, _) = self.ranks, self.metadata
-        assert ranks.capacity is not None
-        offsets = offsets.long()
-        capacity, device, total = ranks.capacity.rows, offsets.device, inverse.shape[0]
-        place = torch.arange(capacity, device=device)
-        ends = counts.cumsum(1).contiguous()
-        ids = torch.searchsorted(ends, place.expand(ranks.size, -1).contiguous(), right=True)
-        edges = offsets[on_device(ranks.bounds, device).long()]
-        rows = edges[:-1, None] + place
-        rows = torch.where(rows < edges[1:, None], rows, total).reshape(-1)
+    def _fixed(self, capacity: Capacity) -> tuple[Tensor, Tensor]:
+        """Return the place of each row in a buffer of fixed size, and the row of each place."""
+        size, total = self.ranks.size, self.metadata.inverse.shape[0]
+        device = self.told.device
+        edges = self.metadata.offsets.long()[on_device(self.ranks.bounds, device, torch.int64)]
+        starts, stops = edges[:-1, None], edges[1:, None]
+        rows = starts + torch.arange(capacity.rows, device=device)
+        rows = torch.where(rows < stops, rows, total).reshape(-1)
         row = torch.arange(total, device=device)
         to = torch.searchsorted(edges[1:].contiguous(), row, right=True)
-        inside = row - edges[to.clamp(max=ranks.size - 1)]
+        inside = row - edges[to.clamp(max=size - 1)]
         exists = row < edges[-1]
-        fits = exists & (inside < capacity)
-        ranks.capacity.overflow.add_((exists & ~fits).sum())
-        sizes = [capacity] * ranks.size
-        places = torch.where(fits, to * capacity + inside, ranks.size * capacity)
-        ids = ids.reshape(-1)
-        return Route(ranks, slots, inverse, self.topk, ids, self.wishes, sizes, sizes, places, rows)
+        fits = exists & (inside < capacity.rows)
+        capacity.overflow.add_((exists & ~fits).sum())
+        return torch.where(fits, to * capacity.rows + inside, size * capacity.rows), rows
 
 
 def depart(
@@ -176,15 +229,22 @@ def depart(
     """
     if wrong is not None and ranks.capacity is not None:
         raise wrong
-    metadata = sort_slots(topk_ids, ranks.num_experts, num_valid_tokens=num_valid_tokens)
+    check_slots(topk_ids, ranks.num_experts, num_valid_tokens)
+    metadata = sort(topk_ids, ranks.num_experts, num_valid_tokens)
     told_too = (0 if wrong is None else _STOP) | torch.is_inference_mode_enabled() * _INFERENCE
     header = wishes | told_too, zlib.crc32(agreement.encode()) >> 1
-    # The same for every rank: a gather, whose own collective needs a copy for each of them.
-    mine = [on_device(header, topk_ids.device), metadata.offsets]
-    copies = torch.cat(mine * ranks.size).view(ranks.size, -1)
-    told = torch.empty_like(copies)
-    dist.all_to_all_single(told, copies, group=ranks.group)
-    return Departure(ranks, metadata, topk_ids.shape[1], wishes, agreement, wrong, told)
+    mine = torch.cat((on_device(header, topk_ids.device, torch.int32), metadata.offsets))
+    told = mine.new_empty(ranks.size * mine.shape[0])
+    _gather(told, mine, group=ranks.group)
+    told = told.view(ranks.size, -1)
+    heard, copied = told, None
+    if ranks.capacity is None and told.is_cuda:
+        # Before what the device does next: the host then waits for the counts alone.
+        heard = told.to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream(told.device).record_event()
+    return Departure(
+        ranks, metadata, topk_ids.shape[1], wishes, agreement, wrong, told, heard, copied
+    )
 
 
 def wrong_ids(topk_ids: Tensor, num_experts: int, count: Tensor | None) -> ValueError | None:
@@ -207,51 +267,9 @@ def wrong_ids(topk_ids: Tensor, num_experts: int, count: Tensor | None) -> Value
     return None
 
 
-@lru_cache(maxsize=256)
-def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return int32 numbers; kept, because a captured graph cannot copy from the host.
-
-    Determinism: exact integers.
-    """
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-
 def _check_agreement(hashes: list[int], rank: int, agreement: str) -> None:
     different = [other for other, value in enumerate(hashes) if value != hashes[rank]]
     if different:
         rule = "be alike on every rank"
         actual = f"another one on ranks {different} than here ({agreement})"
         raise ValueError(must("a parallel call", rule, actual))
-
-
-def take(rows: Tensor, index: Tensor, missing: float) -> Tensor:
-    """Return ``rows[index]``; ``missing`` where the index is the number of rows.
-
-    Determinism: exact copies.
-    """
-    inside = index < rows.shape[0]
-    if rows.shape[0] == 0:
-        return rows.new_full((index.shape[0], *rows.shape[1:]), missing)
-    found = rows.index_select(0, torch.where(inside, index, 0))
-    return found.masked_fill_(~inside.view(-1, *(1,) * (rows.dim() - 1)), missing)
-
-
-def _exchange(
-    rows: Tensor,
-    sent: list[int],
-    received: list[int],
-    group: dist.ProcessGroup,
-    total: int,
-) -> Tensor:
-    """Send ``sent[r]`` rows to rank r; return ``total`` rows, those received first."""
-    arriving = sum(received)
-    out = rows.new_empty(total, *rows.shape[1:])
-    given = rows[: sum(sent)].contiguous()
-    dist.all_to_all_single(_bytes(out[:arriving]), _bytes(given), received, sent, group=group)
-    return out
-
-
-def _bytes(rows: Tensor) -> Tensor:
-    """Return the bytes of each row: every transport moves them."""
-    flat = rows.flatten(1) if rows.dim() > 1 else rows[:, None]
-    return flat.view(torch.uint8)

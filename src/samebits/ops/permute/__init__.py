@@ -51,6 +51,17 @@ def sort_slots(
 
     Determinism: exact integers.
     """
+    check_slots(topk_ids, num_local, num_valid_tokens)
+    if block_r < 1:
+        raise ValueError(must("block_r", "be >= 1", block_r))
+    return sort(topk_ids, num_valid_tokens, num_local, expert_start, block_r)
+
+
+def check_slots(topk_ids: Tensor, num_local: int, num_valid_tokens: Tensor | None) -> None:
+    """Raise unless the slots of ``topk_ids`` can be sorted; see ``sort_slots``.
+
+    Determinism: no arithmetic.
+    """
     if topk_ids.dim() != 2:
         raise ValueError(must("topk_ids", "have shape (T, K)", tuple(topk_ids.shape)))
     if topk_ids.shape[1] < 1:
@@ -59,13 +70,10 @@ def sort_slots(
         raise TypeError(must("topk_ids", "be int32 or int64", topk_ids.dtype))
     if num_local < 1:
         raise ValueError(must("num_local", "be >= 1", num_local))
-    if block_r < 1:
-        raise ValueError(must("block_r", "be >= 1", block_r))
     if topk_ids.numel() > MOST_SLOTS:
         raise ValueError(must("topk_ids", f"have at most {MOST_SLOTS} slots", topk_ids.numel()))
     if num_valid_tokens is not None:
         _check_count(num_valid_tokens, topk_ids.device)
-    return sort(topk_ids, num_valid_tokens, num_local, expert_start, block_r)
 
 
 def _check_count(count: Tensor, device: torch.device) -> None:

@@ -1,0 +1,87 @@
+"""Rows from rank to rank: one all-to-all, and what numbers and places it needs.
+
+Bytes are moved, never numbers: every dtype and every NaN survives.
+"""
+
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Coming:
+    """Rows on their way, while this rank does what does not need them."""
+
+    def __init__(self, rows: Tensor, work: dist.Work | None) -> None:
+        self._rows, self._work = rows, work
+
+    def wait(self) -> Tensor:
+        """Return the rows; on a GPU the stream waits, not the host.
+
+        Determinism: exact copies.
+        """
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._rows
+
+
+def take(rows: Tensor, index: Tensor, missing: float | None) -> Tensor:
+    """Return ``rows[index]``; ``missing``, None for anything, where the index is their number.
+
+    Determinism: exact copies.
+    """
+    if rows.shape[0] == 0:
+        return rows.new_full((index.shape[0], *rows.shape[1:]), missing or 0.0)
+    if missing is None:
+        return rows.index_select(0, index.clamp(max=rows.shape[0] - 1))
+    inside = index < rows.shape[0]
+    found = rows.index_select(0, torch.where(inside, index, 0))
+    return found.masked_fill_(~inside.view(-1, *(1,) * (rows.dim() - 1)), missing)
+
+
+def exchange(
+    rows: Tensor,
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup,
+    total: int,
+    asynchronous: bool,
+) -> Coming:
+    """Send ``sent[r]`` rows to rank r; return ``total`` rows, those received first."""
+    out = rows.new_empty(total, *rows.shape[1:])
+    given = rows[: sum(sent)].contiguous()
+    work = dist.all_to_all_single(
+        _bytes(out[: sum(received)]),
+        _bytes(given),
+        received,
+        sent,
+        group=group,
+        async_op=asynchronous,
+    )
+    return Coming(out, work)
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """Return the bytes of each row: every transport moves them."""
+    flat = rows.flatten(1) if rows.dim() > 1 else rows[:, None]
+    return flat.view(torch.uint8)
+
+
+@lru_cache(maxsize=256)
+def on_device(numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return integers; kept, because a captured graph cannot copy from the host.
+
+    Determinism: exact integers.
+    """
+    return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+def room_for(rows: int) -> int:
+    """Return a number of at least ``rows``, by at most 1/32 larger; few numbers have one of these.
+
+    Determinism: pure function of its argument.
+    """
+    step = 1 << max(rows.bit_length() - 6, 0)
+    return -(-rows // step) * step

@@ -18,6 +18,6 @@ from samebits.ops.quantize.layer import w8a8_experts as w8a8_experts
 from samebits.ops.quantize.reference import ROWS_FP8 as ROWS_FP8
 from samebits.ops.quantize.reference import activation_and_quantize as activation_and_quantize
 from samebits.ops.quantize.reference import permute_and_quantize as permute_and_quantize
-from samebits.ops.quantize.reference import scaled_product as scaled_product
 from samebits.ops.quantize.scales import swizzle_scales as swizzle_scales
 from samebits.ops.quantize.scales import unswizzle_scales as unswizzle_scales
+from samebits.ops.scaled_gemm.reference import scaled_product as scaled_product

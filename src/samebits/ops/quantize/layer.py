@@ -13,8 +13,8 @@ from samebits.formats.weights import QuantizedWeights
 from samebits.ops.quantize.reference import (
     activation_and_quantize,
     permute_and_quantize,
-    scaled_product,
 )
+from samebits.ops.scaled_gemm.reference import scaled_product
 from samebits.problem import ProbPlacement
 from samebits.routing import Permutation, Routing, require_ids
 

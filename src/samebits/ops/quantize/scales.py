@@ -39,7 +39,7 @@ def swizzle_scales(scales: Tensor, offsets: Tensor | None = None) -> Tensor:
     if scales.dim() != 2:
         raise ValueError(must("scales", "have shape (R, C)", tuple(scales.shape)))
     place = _places(scales.shape[0], offsets, scales.device)
-    shape = _padded(scales.shape[0], scales.shape[1], offsets)
+    shape = padded_shape(scales.shape[0], scales.shape[1], offsets)
     padded = torch.zeros(shape, dtype=torch.uint8, device=scales.device)
     live = slice(None) if offsets is None else slice(0, len(place))
     padded[place, : scales.shape[1]] = scales[live].view(torch.uint8)
@@ -67,7 +67,7 @@ def unswizzle_scales(
     """
     require_type("swizzled", swizzled, Tensor)
     place = _places(rows, offsets, swizzled.device)
-    shape = _padded(rows, columns, offsets)
+    shape = padded_shape(rows, columns, offsets)
     if tuple(swizzled.shape) != shape:
         rule = f"have shape {shape} for ({rows}, {columns}) scales"
         raise ValueError(must("swizzled", rule, tuple(swizzled.shape)))
@@ -80,10 +80,22 @@ def unswizzle_scales(
     return scales.view(swizzled.dtype)
 
 
-def _padded(rows: int, columns: int, offsets: Tensor | None) -> tuple[int, int]:
-    """Return the shape of scales in tiles."""
+def padded_shape(rows: int, columns: int, offsets: Tensor | None) -> tuple[int, int]:
+    """Return the shape of ``(rows, columns)`` scales in tiles.
+
+    Determinism: pure function of shapes.
+    """
     room = rows if offsets is None else rows + (ROWS - 1) * (offsets.shape[0] - 1)
     return -(-room // ROWS) * ROWS, -(-columns // COLUMNS) * COLUMNS
+
+
+def padded_starts(offsets: Tensor) -> Tensor:
+    """Return the first row of each expert among rows in whole tiles, ``(E,)``, without a sync.
+
+    Determinism: exact integers.
+    """
+    tiles = (offsets.diff().long() + ROWS - 1) // ROWS * ROWS
+    return tiles.cumsum(0) - tiles
 
 
 def _places(rows: int, offsets: Tensor | None, device: torch.device) -> Tensor:
@@ -98,9 +110,7 @@ def _places(rows: int, offsets: Tensor | None, device: torch.device) -> Tensor:
         raise ValueError(must("offsets", "ascend from 0 on", bounds))
     if bounds[-1] > rows:
         raise ValueError(must("offsets", f"end at R = {rows} or before", bounds[-1]))
-    counts = offsets.diff().long()
-    tiles = (counts + ROWS - 1) // ROWS * ROWS
-    starts = tiles.cumsum(0) - tiles
+    starts = padded_starts(offsets)
     index = torch.arange(bounds[-1], device=device)
     expert = torch.searchsorted(offsets[1:].contiguous(), index.to(offsets.dtype), right=True)
     return starts[expert] + index - offsets[expert]

@@ -17,7 +17,6 @@ Inputs = tuple[Sequence[Any], dict[str, Any]]
 Factory = Callable[[], Inputs]
 
 _REPEATS = 3
-_SEED = 1234
 
 
 @pytest.fixture
@@ -59,9 +58,16 @@ def _assert_no_stale_scalars(
         only: Paths of numbers to vary; empty takes all.
         budget: Seconds; a sequence that is not finished then fails the assert, since a test that
             did not look must not pass.
+
+    Raises:
+        TypeError: Something that must be callable is not, or another argument is of a wrong type.
+        ValueError: The inputs do not fit, the budget is not greater than 0, a path is unknown, or
+            the function cannot be judged: it raises, or is not deterministic.
     """
     from samebits.checks.compile import audit_compile, results
 
+    if make_inputs is not None:
+        _made(make_inputs, function)
     found = audit_compile(function, make_inputs, only=only, budget=budget, stop_at_first=True)
     verdicts = results(found)
     failed = [r for r in verdicts if r.verdict == "fail"]
@@ -84,7 +90,7 @@ def _assert_row_independent(function: Callable[..., Any], make_inputs: Factory) 
     from samebits.checks.invariance import Rows, audit
     from samebits.checks.invariance.audit import TOKENS
 
-    rows = Rows(function, *_made(make_inputs))
+    rows = Rows(function, *_made(make_inputs, function))
     sizes = [size for size in TOKENS if size < rows.count]
     answers = list(audit(rows, [*sizes, rows.count]))
     for answer in answers:
@@ -105,12 +111,13 @@ def _assert_repeatable(
         make_inputs: The inputs.
         times: Number of calls, at least 2.
     """
+    from samebits.arguments import require_int
     from samebits.checks.compile.evaluate import NotDifferentiableError, evaluate
     from samebits.checks.compile.survey import prepare
     from samebits.testing.numerics import assert_bitwise_equal
 
-    if times < 2:
-        raise ValueError(f"times must be at least 2, got {times}")
+    require_int("times", times, minimum=2)
+    _made(make_inputs, function)
     results = []
     for _ in range(times):
         call = prepare(function, make_inputs)
@@ -133,49 +140,115 @@ def _assert_parity(
     Args:
         function: What is judged, with the rounding that the dtype of the reference's result allows.
         reference: Plain code of the same meaning; it must compute in the dtype of its inputs, since
-            it is run on fp64 inputs for the exact values.
+            it is run on fp64 inputs for the exact values. A module, or a method of one, is copied
+            for that with fp64 parameters and buffers.
         make_inputs: The inputs, in the working dtype: tensors, also in lists, tuples and dicts.
 
     Raises:
-        ValueError: The reference gives no tensor, or no fp64 on fp64 inputs.
+        TypeError: One of the three is not callable.
+        ValueError: The inputs do not fit, the reference does not run in fp64, or it gives no
+            tensor, or no fp64 on fp64 inputs.
     """
-    import torch
-
     from samebits.testing.numerics import judge
 
-    args, kwargs = _made(make_inputs)
-    # Copies: either may write to what it is given.
-    outputs, plain, exact = (
-        _tensors(code(*_copied(args, fp64=fp64), **_copied(kwargs, fp64=fp64)))
-        for code, fp64 in ((function, False), (reference, False), (reference, True))
+    args, kwargs = _made(make_inputs, function, reference)
+    # First, and on copies: each may write to what it is given, the reference to its buffers.
+    exact = _exact(reference, args, kwargs)
+    outputs, plain = (
+        _tensors(code(*_copied(args, fp64=False), **_copied(kwargs, fp64=False)))
+        for code in (function, reference)
     )
     _not_empty(plain, "the reference")
     _same_count(plain, outputs, "the function")
+    if exact.keys() != plain.keys():
+        given = f"{sorted(exact)} on fp64 instead of {sorted(plain)}"
+        raise ValueError(f"the reference gives {given}: it must return the same for every dtype")
     for name, value in outputs.items():
+        expected = plain[name]
+        _same_kind(expected, value, name)
         if not value.is_floating_point():
-            if not torch.equal(value, plain[name]):
+            if not bool((value == expected).all()):
                 pytest.fail(f"{name}: integers differ from the reference's", pytrace=False)
             continue
-        if exact[name].dtype != torch.float64:
-            rule = "it must compute in the dtype of its inputs"
-            raise ValueError(f"{name}: the reference gives {exact[name].dtype} on fp64: {rule}")
-        judgement = judge(value, plain[name], exact[name], plain[name].dtype)
+        judgement = judge(value, expected, exact[name], expected.dtype)
         if not judgement.passed:
             pytest.fail(f"{name}: {judgement}", pytrace=False)
 
 
-def _made(make_inputs: Factory) -> tuple[list[Any], dict[str, Any]]:
+def _in_fp64(reference: Any) -> Any:
+    """Return the reference, eager, with the numbers of its module in fp64."""
+    import copy
+    from types import MethodType
+
     import torch
 
-    torch.manual_seed(_SEED)
-    args, kwargs = make_inputs()
-    return list(args), dict(kwargs)
+    from samebits.checks.compile.discover import original
+
+    plain: Any = original(reference)
+    holder = getattr(plain, "__self__", plain)
+    if not isinstance(holder, torch.nn.Module):
+        return plain
+    wide = copy.deepcopy(original(holder)).double()
+    return wide if holder is plain else MethodType(plain.__func__, wide)
+
+
+def _exact(
+    reference: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the results of the reference on fp64 inputs.
+
+    Raises:
+        ValueError: It raises there, or computes in another dtype.
+    """
+    import torch
+
+    from samebits.checks.result import FOREIGN_ERRORS
+
+    rule = "it must compute in the dtype of its inputs"
+    try:
+        wide = _in_fp64(reference)
+        exact = _tensors(wide(*_copied(args, fp64=True), **_copied(kwargs, fp64=True)))
+    except FOREIGN_ERRORS as error:
+        advice = "give a module as the reference itself, or its weights among the inputs"
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the reference raises {reason} on fp64: {rule}; {advice}") from error
+    for name, value in exact.items():
+        if value.is_floating_point() and value.dtype != torch.float64:
+            raise ValueError(f"{name}: the reference gives {value.dtype} on fp64: {rule}")
+    return exact
+
+
+def _same_kind(expected: Any, actual: Any, name: str) -> None:
+    """Fail where shapes differ, or one tensor is of floats and the other is not."""
+    if expected.shape != actual.shape:
+        shapes = f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+        pytest.fail(f"{name}: {shapes}", pytrace=False)
+    if expected.is_floating_point() != actual.is_floating_point():
+        pytest.fail(f"{name}: {actual.dtype} instead of {expected.dtype}", pytrace=False)
+
+
+def _made(make_inputs: Factory, *functions: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the inputs, which every function must take.
+
+    Raises:
+        TypeError: Something that must be callable is not.
+        ValueError: The factory raises or returns something else, or a function does not take it.
+    """
+    from samebits.checks.compile.target import fits, make, require_callable
+
+    for argument, value in zip(("function", "reference"), functions, strict=False):
+        require_callable(argument, value)
+    require_callable("make_inputs", make_inputs)
+    args, kwargs = make(make_inputs)
+    for function in functions:
+        fits(function, args, kwargs)
+    return list(args), kwargs
 
 
 def _tensors(value: Any) -> dict[str, Any]:
-    from samebits.checks.compile.compare import named_tensors
+    from samebits.checks.compile.compare import named_tensors, real
 
-    return {name: tensor.detach() for name, tensor in named_tensors(value).items()}
+    return {name: real(tensor.detach()) for name, tensor in named_tensors(value).items()}
 
 
 def _copied(value: Any, *, fp64: bool) -> Any:
@@ -184,7 +257,8 @@ def _copied(value: Any, *, fp64: bool) -> Any:
 
     if isinstance(value, torch.Tensor):
         copy = value.detach().clone()
-        copy = copy.double() if fp64 and copy.is_floating_point() else copy
+        if fp64 and (copy.is_floating_point() or copy.is_complex()):
+            copy = copy.to(torch.complex128 if copy.is_complex() else torch.float64)
         return copy.requires_grad_(value.requires_grad)
     if type(value) is dict:
         return {key: _copied(item, fp64=fp64) for key, item in value.items()}
@@ -197,6 +271,8 @@ def _copied(value: Any, *, fp64: bool) -> Any:
 def _not_empty(outputs: dict[str, Any], what: str) -> None:
     if not outputs:
         raise ValueError(f"{what} returns no tensor: nothing can be compared")
+    if all(tensor.numel() == 0 for tensor in outputs.values()):
+        raise ValueError(f"{what} returns tensors without elements: nothing can be compared")
 
 
 def _same_count(expected: dict[str, Any], actual: dict[str, Any], where: str) -> None:

@@ -1,5 +1,6 @@
 """The audit of one callable: survey, sequences in two lanes, remedies and a reproducer."""
 
+import functools
 import shutil
 import sys
 import tempfile
@@ -11,13 +12,21 @@ from pickle import PicklingError
 from typing import Any
 
 from samebits import env
+from samebits.arguments import require_number
 from samebits.checks.compile import process, transport
+from samebits.checks.compile.discover import original
 from samebits.checks.compile.follow_up import follow_up
 from samebits.checks.compile.job import OUT_OF_BUDGET, Job
 from samebits.checks.compile.process import Deadline, Tell, run_lanes
 from samebits.checks.compile.record import Audit, Surveyed
 from samebits.checks.compile.sequence import Option, plan
-from samebits.checks.compile.target import Factory, Target, TargetError, guess_inputs
+from samebits.checks.compile.target import (
+    Factory,
+    Target,
+    TargetError,
+    guess_inputs,
+    require_callable,
+)
 from samebits.errors import must, unknown
 
 
@@ -163,11 +172,20 @@ def audit_compile(
         The audit; ``samebits.checks.compile.report.results`` turns it into verdicts.
 
     Raises:
+        TypeError: Something is not callable, or ``only`` or ``budget`` is of another type.
+        ValueError: ``budget`` is not greater than 0.
         TargetError: The eager function raises, is not deterministic, or cannot be sent to another
             process.
     """
+    require_callable("function", function)
+    if make_inputs is not None:
+        require_callable("make_inputs", make_inputs)
+    if isinstance(only, str):
+        raise TypeError(must("only", "be a sequence of paths", repr(only)))
+    if budget is not None:
+        require_number("budget", budget, above=0.0)
     factory = make_inputs or (lambda: guess_inputs(function))
-    name = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
+    name = _name(function)
     with folder_of_caches() as made:
         packed = made / "target.pickle"
         try:
@@ -183,6 +201,15 @@ def audit_compile(
             remedies=remedies,
             folder=made,
         )
+
+
+def _name(function: Any) -> str:
+    inner = original(function)
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    if not hasattr(inner, "__qualname__"):
+        inner = type(inner)
+    return f"{inner.__module__ or 'builtins'}:{inner.__qualname__}"
 
 
 def progress(line: str) -> None:

@@ -115,6 +115,11 @@ def _share(comparison: Comparison) -> float:
     return comparison.distance / comparison.allowed
 
 
+def real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of real numbers, any other as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def named_tensors(value: Any, name: str = "out") -> dict[str, Tensor]:
     """Return the tensors and numbers in a result by readable name; everything else is left out."""
     if isinstance(value, Tensor):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from samebits.checks.compile.compare import named_tensors
+from samebits.checks.compile.compare import named_tensors, real
 from samebits.checks.compile.discover import Call, original
 from samebits.checks.compile.target import SEED
 from samebits.checks.result import FOREIGN_ERRORS
@@ -66,12 +66,7 @@ def evaluate(
         for name, tensor in leaves.items():
             gradient = tensor.grad
             found[f"grad {name}"] = torch.zeros_like(tensor) if gradient is None else gradient
-    return {name: _real(tensor.detach()).clone() for name, tensor in found.items()}
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as pairs of real numbers, any other as it is."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return {name: real(tensor.detach()).clone() for name, tensor in found.items()}
 
 
 def _backward(outputs: list[Tensor]) -> None:

@@ -57,6 +57,30 @@ def load(target: Target) -> tuple[Callable[..., Any], Factory]:
     return function, lambda: guess_inputs(function)
 
 
+def require_callable(argument: str, value: object) -> None:
+    """Raise ``TypeError`` unless ``value`` is callable, and say what to give instead."""
+    if not callable(value):
+        rule = "be callable"
+        if argument == "make_inputs":
+            rule = "be a function that returns (args, kwargs)"
+        raise TypeError(must(argument, rule, _form(value)))
+
+
+def fits(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise ``TargetError`` where the function does not take these arguments."""
+    # A module's call takes anything; its forward says what.
+    called = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise TargetError(f"{name} does not take what make_inputs() returns: {error}") from error
+
+
 def make(factory: Factory, *, second_shape: bool = False) -> Inputs:
     """Return what the factory makes, from a fixed seed.
 
@@ -81,10 +105,17 @@ def make(factory: Factory, *, second_shape: bool = False) -> Inputs:
         and isinstance(made[0], (tuple, list))
         and isinstance(made[1], dict)
     ):
-        raise TargetError(
-            must("make_inputs()", "return (args, kwargs), a tuple and a dict", type(made).__name__)
-        )
+        rule = "return (args, kwargs), a tuple and a dict such as ((x, 0.5), {})"
+        raise TargetError(must("make_inputs()", rule, _form(made)))
     return tuple(made[0]), dict(made[1])
+
+
+def _form(value: object) -> str:
+    """Return the type of a value, of a tuple those of its items."""
+    if not isinstance(value, tuple):
+        return type(value).__name__
+    items = [type(item).__name__ for item in value]
+    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 
 def knows_second_shape(factory: Factory) -> bool:

@@ -15,11 +15,13 @@ from samebits.activation import Activation
 from samebits.experts import experts, grouped_experts
 from samebits.formats.descriptor import WeightFormat
 from samebits.formats.packing import quantize_matrix
+from samebits.formats.weights import Parameters, quantize
 from samebits.ops.indirect_gemm import tuning
 from samebits.ops.indirect_gemm.tuning import Config
 from samebits.problem import DTYPES, Problem
 from samebits.routing import Routing
 from samebits.testing.inputs import options_of
+from samebits.weight_gradients import Owner, WeightGradients
 from samebits.weights import ExpertWeights, Layout, PostExpertNorm
 
 Call = Callable[[], Any]
@@ -29,11 +31,29 @@ _PAYLOADS = {2: (torch.int16, 0x7FD5), 4: (torch.int32, 0x7FD55555)}
 
 
 def layer(
-    problem: Problem, tokens: int, backend: str, device: torch.device, *, transposed: bool = False
+    problem: Problem,
+    tokens: int,
+    backend: str,
+    device: torch.device,
+    *,
+    transposed: bool = False,
+    frozen: bool = False,
+    main_grad: bool = False,
 ) -> Call:
-    """Return a call of a whole layer: its output and, with ``problem.grad``, every gradient."""
-    weights = _weights(problem, device)
-    if transposed:
+    """Return a call of a whole layer: its output and, with ``problem.grad``, its gradients.
+
+    Args:
+        problem: The layer; weights in a format have no gradient.
+        tokens: T.
+        backend: That computes it.
+        device: Where.
+        transposed: Weights are stored as (E, in, out).
+        frozen: Weights have no gradient.
+        main_grad: Gradients of the two projections are added to fp32 buffers.
+    """
+    # Leaves of their own: those of other variants may want a gradient.
+    weights = _weights(problem, device).map(Tensor.detach)
+    if transposed and isinstance(weights, ExpertWeights):
         weights = weights.to_storage("in_out")
     draw = _Draw(device, tokens)
     dtype = DTYPES[problem.dtype]
@@ -46,12 +66,21 @@ def layer(
     routing = Routing(ids, probs, problem.experts)
     options = options_of(problem, count)
     dout = draw.normal(tokens, problem.H).to(DTYPES[problem.result_dtype])
-    wanted = [x, probs, *weights.named_tensors().values()]
+    held: dict[str, Tensor] = {}
+    if isinstance(weights, ExpertWeights) and not frozen:
+        held = weights.named_tensors()
+    wanted = [x, probs, *held.values()]
+    if main_grad:
+        owners = {name: Owner(held[name]) for name in ("gate_up", "down")}
+        options["weight_gradients"] = WeightGradients(main_grad=True).of(owners)
 
     def call() -> Any:
+        buffers = [_with_main_grad(tensor) for tensor in held.values()] if main_grad else []
         with torch.set_grad_enabled(problem.grad):
             out = experts(x, routing, weights, problem.activation, backend=backend, **options)
-            return (out, *torch.autograd.grad(out, wanted, dout)) if problem.grad else out
+            if not problem.grad:
+                return out
+            return out, *torch.autograd.grad(out, wanted, dout, allow_unused=main_grad), *buffers
 
     if problem.grad:
         for tensor in wanted:
@@ -59,9 +88,17 @@ def layer(
     return call
 
 
+def _with_main_grad(parameter: Any) -> Tensor:
+    """Give a parameter a new buffer that holds something already, and return it."""
+    parameter.main_grad = torch.full_like(parameter, 0.5, dtype=torch.float32, requires_grad=False)
+    buffer: Tensor = parameter.main_grad
+    return buffer
+
+
 def sorted_rows(problem: Problem, rows: int, backend: str, device: torch.device) -> Call:
     """Return a call of ``grouped_experts``: its output and gradients; the last rows are of none."""
     weights = _weights(problem, device)
+    assert isinstance(weights, ExpertWeights)
     draw = _Draw(device, rows)
     x = draw.normal(rows, problem.H).to(DTYPES[problem.dtype])
     ids = draw.choices(rows, problem.E + 1, 1).reshape(-1)
@@ -214,7 +251,7 @@ def _seeded(device: torch.device, seed: int = 0) -> torch.Generator:
 
 # One at a time: those of one family take gigabytes, and its variants follow one another.
 @lru_cache(maxsize=1)
-def _weights(problem: Problem, device: torch.device) -> ExpertWeights:
+def _weights(problem: Problem, device: torch.device) -> Parameters:
     draw = _Draw(device, 0)
     dtype = DTYPES[problem.dtype]
     rows = problem.activation.columns * problem.F
@@ -229,7 +266,7 @@ def _weights(problem: Problem, device: torch.device) -> ExpertWeights:
     def bias(kind: str | None, columns: int) -> Tensor | None:
         return None if kind is None else draw.normal(problem.E, columns).to(DTYPES[kind])
 
-    return ExpertWeights(
+    dense = ExpertWeights(
         gate_up=matrices(rows, problem.H, 3 * problem.H**-0.5),
         down=matrices(problem.H, problem.F, problem.F**-0.5),
         gate_up_bias=bias(problem.gate_up_bias, rows),
@@ -238,6 +275,7 @@ def _weights(problem: Problem, device: torch.device) -> ExpertWeights:
         norm=None if problem.norm_eps is None else PostExpertNorm(eps=problem.norm_eps),
         norm_scale=None if problem.norm_eps is None else draw.uniform(problem.H).to(dtype) + 0.5,
     )
+    return dense if problem.format is None else quantize(dense, problem.format)
 
 
 def _with_odd_rows(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 The tiles are those of sm_90: on another architecture the replays say that others were launched.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -34,25 +34,25 @@ WEIGHT = "ops/weight_gradient/kernel.py:"
 FIRST, SECOND = f"{INDIRECT}_first_projection_kernel", f"{INDIRECT}_second_projection_kernel"
 
 _QWEN = Problem(H=2048, F=768, E=128, K=8, dtype="bf16", device="sm_90")
-_FEW = replace(_QWEN, E=32)
-_WHOLE = Problem(
+FEW = replace(_QWEN, E=32)
+WHOLE = Problem(
     H=2880, F=2880, E=32, K=4, dtype="bf16", device="sm_90",
     activation=GPT_OSS, layout=Layout(interleave=1), gate_up_bias="bf16", down_bias="bf16",
 )  # fmt: skip
 # Families of options, in sizes of real models: some races show in no others.
 FAMILIES: dict[str, Problem] = {
     "plain": _QWEN,
-    "gpt-oss": _WHOLE,
-    "fc1_input": replace(_FEW, K=1, placement=ProbPlacement.FC1_INPUT),
+    "gpt-oss": WHOLE,
+    "fc1_input": replace(FEW, K=1, placement=ProbPlacement.FC1_INPUT),
     "fc2_input": replace(
-        _FEW, placement=ProbPlacement.FC2_INPUT, gate_up_bias="fp32", down_bias="fp32"
+        FEW, placement=ProbPlacement.FC2_INPUT, gate_up_bias="fp32", down_bias="fp32"
     ),
-    "ungated": replace(_FEW, activation=Activation(kind="relu2", gated=False)),
-    "local": replace(_FEW, N=128, expert_start=32, counted=True),
+    "ungated": replace(FEW, activation=Activation(kind="relu2", gated=False)),
+    "local": replace(FEW, N=128, expert_start=32, counted=True),
     # Multiples of no 16 bytes: pointers instead of descriptors, and a tail in every contraction.
-    "odd": replace(_FEW, H=2050, F=770),
+    "odd": replace(FEW, H=2050, F=770),
     # Stored as (E, in, out): a strided view.
-    "in_out": _FEW,
+    "in_out": FEW,
 }
 # Rows per expert that stand for the last entry of a table, and for the rest of it.
 _MANY = 512.0
@@ -69,16 +69,16 @@ def layers() -> Iterator[Variant]:
     ):
         for family in families:
             problem = _in(FAMILIES[family], dtype)
-            yield from _unlike(_forward(family, problem, point) for point in points)
+            yield from _unlike(forward(family, problem, point) for point in points)
             yield from _unlike(
-                _backward(family, problem, point) for point in _backward_points(family, dtype)
+                backward(family, problem, point) for point in _backward_points(family, dtype)
             )
             if family in ("plain", "gpt-oss", "fc2_input"):
-                yield from _unlike(_grouped(family, problem, point) for point in _POINTS[::2])
+                yield from _unlike(grouped(family, problem, point) for point in _POINTS[::2])
             if dtype != "fp32":
-                yield _single_slots(family, problem)
+                yield single_slots(family, problem)
     yield from (_sorted_rows(backend, 2048) for backend in ("fused", "grouped"))
-    yield _forward("norm", replace(_FEW, norm_eps=1e-5), _POINTS[0])
+    yield forward("norm", replace(FEW, norm_eps=1e-5), _POINTS[0])
     yield _suspect()
 
 
@@ -111,14 +111,17 @@ def _in(problem: Problem, dtype: str) -> Problem:
     return problem
 
 
-def _variant(
+def layer_variant(
     backend: str,
     family: str,
     problem: Problem,
     tokens: int,
     kernels: Sequence[str],
-    tiles: dict[str, Any],
+    tiles: Mapping[str, Any],
+    *,
+    frozen: bool = False,
 ) -> Variant:
+    """Return the variant of a whole layer; see ``calls.layer``."""
     size = DTYPES[problem.dtype].itemsize
     moved = move_config(tokens, problem.H, problem.K, size)
     words = [backend, "gradients"] if problem.grad else [backend]
@@ -126,11 +129,14 @@ def _variant(
         name=f"{' '.join(words)} {problem.dtype} {family} T={tokens}",
         kernels=list(dict.fromkeys([*kernels, *sort_kernels(tokens * problem.K)])),
         config={"problem": str(problem), "tokens": tokens, "_sum_kernel": moved, **tiles},
-        prepare=partial(calls.layer, problem, tokens, backend, transposed=family == "in_out"),
+        prepare=partial(
+            calls.layer, problem, tokens, backend, transposed=family == "in_out", frozen=frozen
+        ),
     )
 
 
-def _tile(family: str, problem: Problem, config: Any) -> dict[str, Any]:
+def tile_of(family: str, problem: Problem, config: Any) -> dict[str, Any]:
+    """Return a tile as it is launched."""
     if problem.dtype == "fp32":
         config = config.for_fp32()
     tile = asdict(replace(config, tma=False) if family == "odd" else config)
@@ -143,12 +149,13 @@ def _tile(family: str, problem: Problem, config: Any) -> dict[str, Any]:
 def _projections(family: str, problem: Problem, tokens: int) -> dict[str, Any]:
     first, second = indirect_tuning.heuristic(tokens * problem.K, problem.E, problem.device)
     return {
-        "_first_projection_kernel": _tile(family, problem, first),
-        "_second_projection_kernel": _tile(family, problem, second),
+        "_first_projection_kernel": tile_of(family, problem, first),
+        "_second_projection_kernel": tile_of(family, problem, second),
     }
 
 
-def _forward(family: str, problem: Problem, per_expert: float) -> Variant:
+def forward(family: str, problem: Problem, per_expert: float) -> Variant:
+    """Return the forward of the fused backend, for so many rows per expert."""
     tokens = int(per_expert * problem.experts / problem.K)
     kernels = [FIRST, SECOND, f"{PERMUTE}_sum_kernel"]
     if problem.placement == ProbPlacement.FC1_INPUT:
@@ -156,10 +163,11 @@ def _forward(family: str, problem: Problem, per_expert: float) -> Variant:
     if problem.norm_eps is not None:
         kernels.append("ops/row_norm/kernel.py:_row_norm_kernel")
     tiles = _projections(family, problem, tokens)
-    return _variant("fused", family, problem, tokens, kernels, tiles)
+    return layer_variant("fused", family, problem, tokens, kernels, tiles)
 
 
-def _single_slots(family: str, problem: Problem) -> Variant:
+def single_slots(family: str, problem: Problem) -> Variant:
+    """Return the forward of one token."""
     tokens = 1
     tiles = slot_tuning.heuristic(tokens, problem.K, problem.E, problem.device, problem.dtype)
     assert tiles is not None
@@ -169,14 +177,15 @@ def _single_slots(family: str, problem: Problem) -> Variant:
         config={
             "problem": str(problem),
             "tokens": tokens,
-            "_slot_hidden_kernel": _tile(family, problem, tiles.hidden),
-            "_token_output_kernel": _tile(family, problem, tiles.output) | {"early": tiles.early},
+            "_slot_hidden_kernel": tile_of(family, problem, tiles.hidden),
+            "_token_output_kernel": tile_of(family, problem, tiles.output) | {"early": tiles.early},
         },
         prepare=partial(calls.layer, problem, tokens, "fused", transposed=family == "in_out"),
     )
 
 
-def _backward(family: str, problem: Problem, per_expert: float) -> Variant:
+def backward(family: str, problem: Problem, per_expert: float) -> Variant:
+    """Return the forward with every gradient, for so many rows per expert."""
     problem = replace(problem, grad=True, E=min(problem.E, 32))
     tokens = int(per_expert * problem.experts / problem.K)
     rows = tokens * problem.K
@@ -197,16 +206,17 @@ def _backward(family: str, problem: Problem, per_expert: float) -> Variant:
     dx = indirect_tuning.input_gradient_heuristic(rows, problem.E, problem.device)
     tiles = _projections(family, problem, tokens)
     # Once for y, once for the gradient of the input.
-    both = [tiles["_second_projection_kernel"], _tile(family, problem, dx)]
+    both = [tiles["_second_projection_kernel"], tile_of(family, problem, dx)]
     tiles |= {
         "_second_projection_kernel": both,
-        "_hidden_gradient_kernel": _tile(family, problem, hidden),
-        "_weight_gradient_kernel": _tile(family, problem, weight),
+        "_hidden_gradient_kernel": tile_of(family, problem, hidden),
+        "_weight_gradient_kernel": tile_of(family, problem, weight),
     }
-    return _variant("fused", family, problem, tokens, kernels, tiles)
+    return layer_variant("fused", family, problem, tokens, kernels, tiles)
 
 
-def _grouped(family: str, problem: Problem, per_expert: float) -> Variant:
+def grouped(family: str, problem: Problem, per_expert: float) -> Variant:
+    """Return the forward by stages, for so many rows per expert."""
     tokens = int(per_expert * problem.experts / problem.K)
     rows = tokens * problem.K
     kernels = [
@@ -220,19 +230,19 @@ def _grouped(family: str, problem: Problem, per_expert: float) -> Variant:
         kernels.insert(0, SECOND)
         config = grouped_tuning.config_of(rows, problem.E, problem.device, problem.dtype)
         tiles["_second_projection_kernel"] = asdict(config)
-    return _variant("grouped", family, problem, tokens, kernels, tiles)
+    return layer_variant("grouped", family, problem, tokens, kernels, tiles)
 
 
 def _sorted_rows(backend: str, rows: int) -> Variant:
     """Return rows that their caller sorted, with gradients."""
-    problem = replace(_FEW, K=1, grad=True)
+    problem = replace(FEW, K=1, grad=True)
     kernels = [
         "ops/sorted_rows/kernel.py:_sorted_rows_kernel",
         *([FIRST] if backend == "fused" else [f"{ACTIVATION}_activation_forward_kernel"]),
         SECOND,
-        f"{HIDDEN}_hidden_gradient_kernel",
-        f"{WEIGHT}_weight_gradient_kernel",
-        f"{PERMUTE}_sum_kernel",
+        *(f"{HIDDEN}{name}" for name in ("_hidden_gradient_kernel", "_probs_gradient_kernel")),
+        *(f"{WEIGHT}{name}" for name in ("_weight_gradient_kernel", "_order_kernel")),
+        *(f"{PERMUTE}{name}" for name in ("_sum_kernel", "_tiles_kernel")),
     ]
     return Variant(
         name=f"{backend} sorted rows R={rows}",

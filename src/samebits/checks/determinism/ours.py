@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from samebits.checks.determinism.layers import layers
 from samebits.checks.determinism.operations import operations
+from samebits.checks.determinism.options import options
 from samebits.checks.determinism.variant import Variant
 
 ROOT = "../.."
@@ -17,4 +18,5 @@ ROOT = "../.."
 def variants() -> Iterator[Variant]:
     """Yield every variant."""
     yield from layers()
+    yield from options()
     yield from operations()

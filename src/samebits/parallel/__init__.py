@@ -18,4 +18,6 @@ from samebits.parallel.row_parallel import row_parallel_experts as row_parallel_
 from samebits.parallel.row_parallel import row_parallel_part as row_parallel_part
 from samebits.parallel.style import ExpertParallel as ExpertParallel
 from samebits.parallel.tensor import tensor_parallel_experts as tensor_parallel_experts
+from samebits.parallel.tensor_modules import TensorParallelExperts as TensorParallelExperts
+from samebits.parallel.tensor_style import ExpertTensorParallel as ExpertTensorParallel
 from samebits.parallel.tensor_weights import TensorParallelWeights as TensorParallelWeights

@@ -1,7 +1,7 @@
 """What a rank computes of a layer: its experts on the rows that arrived, one slot each."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from samebits.weight_gradients import Destination
 class Local(Protocol):
     """Both passes over arrivals; K = 1, ids from 0 to E, E for no row."""
 
+    # On a CPU too, the probability of a scaled input has sums of 64 columns as gradient.
+    in_blocks: ClassVar[bool]
+
     def forward(self, there: Call, *, save: bool) -> tuple[Tensor, Tensor]:
         """Return ``(y, z)``, y ``(A, H)`` or this rank's columns of it."""
 
@@ -29,6 +32,8 @@ class Local(Protocol):
 @dataclass(frozen=True, eq=False)
 class HeldExperts:
     """Whole experts, by the backends."""
+
+    in_blocks: ClassVar[bool] = False
 
     # Of the layer; what comes back is not summed yet, and the input was scaled before it travelled.
     options: Options

@@ -20,10 +20,11 @@ from samebits.backends.options import Options
 from samebits.errors import must
 from samebits.experts import checked
 from samebits.formats.weights import Parameters
-from samebits.ops.permute import combine, permute
+from samebits.parallel.copies import combine, permute
+from samebits.parallel.exchange import Coming, take
 from samebits.parallel.held import HeldExperts, Local
 from samebits.parallel.ranks import Ranks
-from samebits.parallel.route import Route, depart, take, wrong_ids
+from samebits.parallel.route import Route, depart, wrong_ids
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 from samebits.weight_gradients import Destination
@@ -91,7 +92,7 @@ def parallel_experts(
     if weights.down.shape[0] != len(ranks.held):
         rule = f"hold the {len(ranks.held)} experts {ranks.held}"
         raise ValueError(must("weights", rule, weights.down.shape[0]))
-    call, options, num_experts = checked(
+    call, options, _ = checked(
         x,
         Routing(routing.topk_ids, routing.topk_probs, ranks.num_experts),
         weights,
@@ -110,26 +111,50 @@ def parallel_experts(
     # What follows a layer may sum this gradient over the ranks: all want it, or none.
     scale = call.norm_scale
     trained = scale is not None and scale.requires_grad and torch.is_grad_enabled()
+    local = HeldExperts(options, recompute, weight_gradients)
+    agreement = "gradient of norm_scale" if trained else ""
+    return run_over_ranks(call, options, ranks, local, agreement)
+
+
+def run_over_ranks(
+    call: Call, options: Options, ranks: Ranks, local: Local, agreement: str
+) -> Tensor:
+    """Return the output of a validated call over ranks; a collective. See ``parallel_experts``.
+
+    Args:
+        call: This rank's tokens, and what ``local`` computes with.
+        options: Everything else.
+        ranks: Who holds what.
+        local: What a rank computes on its arrivals.
+        agreement: What all ranks must have given alike besides.
+
+    Raises:
+        ValueError: The ranks disagree, or an id is out of range (exact mode).
+        UnsupportedError: See ``parallel_experts``.
+
+    Determinism: see ``parallel_experts``.
+    """
     leaving = depart(
         ranks,
         call.topk_ids,
-        num_valid_tokens=num_valid_tokens,
+        num_valid_tokens=call.num_valid_tokens,
         wishes=_wishes_of(call, ranks),
         agreement=f"{options.text()}|H={call.x.shape[1]}|{call.x.dtype}|{call.topk_probs.dtype}"
-        f"|{ranks.bounds}|{'gradient of norm_scale' if trained else ''}",
-        wrong=wrong_ids(call.topk_ids, num_experts, num_valid_tokens),
+        f"|{ranks.bounds}|{agreement}",
+        wrong=wrong_ids(call.topk_ids, ranks.num_experts, call.num_valid_tokens),
     )
     # Before the wait for counts, which it does not need.
     probs = call.topk_probs if options.placement == ProbPlacement.FC1_INPUT else None
     with torch.no_grad():
         rows = permute(call.x, leaving.metadata.inverse, leaving.topk, probs)
-    layer = _Layer(leaving.route(), options, HeldExperts(options, recompute, weight_gradients))
-    if not layer.route.wishes:
-        return layer.forward(call, rows, save=False)[0]
+    route = leaving.route(roomy=True)
+    coming, layer = route.start(rows), _Layer(route, options, local)
+    if not route.wishes:
+        return layer.forward(call, coming, save=False)[0]
     # Part of the graph even where nothing here has a gradient: others wait for this backward.
     anchor = torch.empty(0, device=call.x.device, requires_grad=True)
     with torch.enable_grad():
-        out: Tensor = _ParallelExperts.apply(layer, anchor, rows, *call[:INPUTS])  # type: ignore[no-untyped-call]
+        out: Tensor = _ParallelExperts.apply(layer, anchor, coming, *call[:INPUTS])  # type: ignore[no-untyped-call]
     return out
 
 
@@ -173,10 +198,10 @@ class _Layer:
         """Return the probability of each arrival; a collective."""
         return self.route.go(take(call.topk_probs.reshape(-1), self.route.slots, 0.0))
 
-    def forward(self, call: Call, rows: Tensor, *, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(out, arrivals, z)`` for the rows that leave; a collective."""
+    def forward(self, call: Call, coming: Coming, *, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(out, arrivals, z)`` for the rows that come; a collective."""
         route, placed = self.route, {self.placement: call.topk_probs}
-        rows = route.go(rows)
+        rows = coming.wait()
         on_hidden = self.placement == ProbPlacement.FC2_INPUT
         probs = self._probs_there(call) if on_hidden else None
         there = self._arrived(call, rows, probs)
@@ -197,7 +222,7 @@ class _Layer:
         route, on_input = self.route, self.placement == ProbPlacement.FC1_INPUT
         if self.options.backend != "reference":
             dout = dout.to(call.x.dtype)
-        dout = route.go(permute(dout.contiguous(), route.inverse, route.topk))
+        dout = route.go(permute(dout.contiguous(), route.inverse, route.topk), fill=None)
         there = self._arrived(call, rows, None if on_input else self._probs_there(call))
         x_travels = bool(route.wishes & (_X | _PROBS if on_input else _X))
         probs_travel = bool(route.wishes & _PROBS) and not on_input
@@ -219,7 +244,7 @@ class _Layer:
         if self.placement != ProbPlacement.FC1_INPUT:
             return self.local.whole(combine(rows, route.inverse, route.topk)), None
         rows = self.local.whole(rows)
-        on_host = call.x.device.type == "cpu"
+        on_host = call.x.device.type == "cpu" and not self.local.in_blocks
         x = call.x if want_probs and not on_host else None
         dx, dprobs = torch.ops.samebits.permute_backward(
             rows, route.inverse, call.topk_probs, x, route.topk
@@ -240,9 +265,9 @@ class _ParallelExperts(torch.autograd.Function):
     """Tie the two passes together; saves the inputs, the arrivals and ``z``."""
 
     @staticmethod
-    def forward(ctx: Any, layer: _Layer, _anchor: Tensor, leaving: Tensor, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, layer: _Layer, _anchor: Tensor, coming: Coming, *tensors: Any) -> Tensor:
         call = Call(*tensors)
-        out, rows, z = layer.forward(call, leaving, save=True)
+        out, rows, z = layer.forward(call, coming, save=True)
         ctx.save_for_backward(*tensors, rows, z)
         ctx.layer = layer
         return out

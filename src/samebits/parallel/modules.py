@@ -10,6 +10,7 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -86,14 +87,40 @@ class SpreadModule(nn.Module):
         )
 
     def _local(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a parameter; of a replicated one, with the sum as gradient."""
-        if not isinstance(tensor, DTensor):
+        return local_part(tensor, self.ranks.group)
+
+
+def local_part(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of a parameter; of a replicated one, with the sum as gradient.
+
+    Determinism: exact; the sum in rank order.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local()
+    replicated = all(placement.is_replicate() for placement in tensor.placements)
+    if replicated and tensor.requires_grad and torch.is_grad_enabled():
+        return summed_backward(local, group)
+    return local
+
+
+def parts_of(module: Experts, weights: ExpertWeights) -> ExpertWeights:
+    """Return ``weights`` of the whole layer, spread as the parameters of ``module`` are.
+
+    Determinism: exact copies.
+    """
+    require_type("weights", weights, ExpertWeights)
+    held = module.weights
+
+    def part(tensor: Tensor, own: Tensor | None) -> Tensor:
+        if not isinstance(own, DTensor) or tensor.shape != own.shape:
             return tensor
-        local = tensor.to_local()
-        replicated = all(placement.is_replicate() for placement in tensor.placements)
-        if replicated and tensor.requires_grad and torch.is_grad_enabled():
-            return summed_backward(local, self.ranks.group)
-        return local
+        return distribute_tensor(tensor, own.device_mesh, own.placements, src_data_rank=None)
+
+    given = weights.to_layout(module.layout) if weights.layout != module.layout else weights
+    named = given.named_tensors()
+    parts: dict[str, Any] = {n: part(t, getattr(held, n)) for n, t in named.items()}
+    return dataclasses.replace(given, **parts)
 
 
 def check_tokens(x: Tensor, expert_start: int) -> None:
@@ -151,17 +178,7 @@ class ParallelExperts(SpreadModule, Experts):
 
         Determinism: exact, for equal dtypes.
         """
-        require_type("weights", weights, ExpertWeights)
-
-        def part(tensor: Tensor, name: str) -> Tensor:
-            own = getattr(self.weights, name)
-            if not isinstance(own, DTensor) or tensor.shape != own.shape:
-                return tensor
-            return distribute_tensor(tensor, own.device_mesh, own.placements, src_data_rank=None)
-
-        given = weights.to_layout(self.layout) if weights.layout != self.layout else weights
-        parts: dict[str, Any] = {n: part(t, n) for n, t in given.named_tensors().items()}
-        super().load_weights(dataclasses.replace(given, **parts))
+        super().load_weights(parts_of(self, weights))
 
 
 class ParallelQuantizedExperts(SpreadModule, QuantizedExperts):

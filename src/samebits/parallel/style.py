@@ -1,8 +1,11 @@
 """Experts modules spread over a mesh axis: ``parallelize_module(model, mesh["ep"], plan)``."""
 
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -55,9 +58,28 @@ class ExpertParallel(ParallelStyle):
         held: Any = module
         require_whole(module)
         ranks = Ranks.of(device_mesh.get_group(), held.num_experts, capacity=self.capacity)
-        ranks.agree(torch.device(device_mesh.device_type))
-        spread(module, device_mesh, [Shard(0)], ranks)
+        device = torch.device(device_mesh.device_type)
+        ranks.agree(device)
+        agree(module, ranks.group, device)
+        spread(module, device_mesh, ranks)
         return module
+
+
+def agree(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise on every rank of ``group`` if their modules differ; a collective, waits for the device.
+
+    Raises:
+        ValueError: Another rank has other sizes, dtypes or options.
+    """
+    held = [(n, *t.shape, t.dtype) for n, t in module.named_parameters()]
+    mine = f"{module!r} {held}"
+    told = torch.tensor([zlib.crc32(mine.encode())], device=device)
+    every = [told.clone() for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, told, group=group)
+    different = [rank for rank, other in enumerate(every) if int(other) != int(told)]
+    if different:
+        actual = f"others on ranks {different} than here ({module.extra_repr()})"
+        raise ValueError(must("experts", "be made alike on every rank", actual))
 
 
 def require_whole(module: nn.Module) -> None:
@@ -67,20 +89,28 @@ def require_whole(module: nn.Module) -> None:
             raise UnsupportedError(f"{name} is a DTensor already: spread experts first")
 
 
-def spread(module: nn.Module, mesh: DeviceMesh, placements: list[Placement], ranks: Ranks) -> None:
+def spread(module: nn.Module, mesh: DeviceMesh, ranks: Ranks) -> None:
     """Make ``module``, in place, one whose experts are spread, as its parameters then are."""
     held: Any = module
     if isinstance(module, LoRAExperts):
-        spread(module.base, mesh, placements, ranks)
-    owned = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-    for name, tensor in [item for items in owned for item in items]:
-        shared = name == "norm_scale" or tensor.shape[0] != held.num_experts
-        chosen = [Replicate()] * mesh.ndim if shared else placements
-        whole = distribute_tensor(tensor.detach(), mesh, chosen)
-        if isinstance(tensor, nn.Parameter):
-            wanted = tensor.requires_grad
-            module.register_parameter(name, nn.Parameter(whole, requires_grad=wanted))
-        else:
-            module.register_buffer(name, whole)
+        spread(module.base, mesh, ranks)
+    alone = {n for n, p in module.named_parameters(recurse=False) if len(p) != held.num_experts}
+
+    def placements_of(name: str) -> list[Placement]:
+        return [Replicate() if name == "norm_scale" or name in alone else Shard(0)]
+
+    spread_tensors(module, mesh, placements_of)
     held.__class__ = _SPREAD[type(module)]
     held.ranks = ranks
+
+
+def spread_tensors(
+    module: nn.Module, mesh: DeviceMesh, placements_of: Callable[[str], list[Placement]]
+) -> None:
+    """Replace the parameters and buffers of ``module`` itself by DTensors."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        whole = distribute_tensor(parameter.detach(), mesh, placements_of(name))
+        wanted = parameter.requires_grad
+        module.register_parameter(name, nn.Parameter(whole, requires_grad=wanted))
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        module.register_buffer(name, distribute_tensor(buffer, mesh, placements_of(name)))

@@ -1,41 +1,28 @@
 """Each expert spread over ranks that see the same tokens, without splitting a contraction.
 
-``gate_up`` is cut along F (gate and up each), ``down`` along H. With ``[·]`` a gather over the
-ranks and r this one's part::
-
-    forward     z_r  = D(x · gate_up_rᵀ)        h = [h_r] by F        (R, F)
-                y_r  = D(h · down_rᵀ)           out = [Σ y_r] by H    (T, H)
-    backward    dh_r = dout · down[:, F_r]      down from H to F      (E, H, F / W)
-                dz   = [dz_r] by 2F             gate_up from F to H   (E, 2F, H / W)
-                dx   = [Σ D(dz · gate_up[:, H_r])] by H               (T, H)
-                d down_r    = doutᵀ[H_r] · h    h = [p · h_r] by F    (R, F)
-                d gate_up_r = dz_rᵀ · x         dp = [64 columns of F]
-
-Every sum runs over its whole range, in one order, on one rank; the last column is what travels. A
-rank multiplies 1 / W of what one rank would.
+See ``tensor_passes`` for what travels.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from samebits.activation import Activation
-from samebits.arguments import require_type
+from samebits.arguments import require_bool, require_type
 from samebits.autograd import refuse_second_derivatives
-from samebits.backends.call import Call
+from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
 from samebits.backends.operator import autocast_dtype, check_ids, on_device, outside_autocast
+from samebits.backends.options import Options
 from samebits.errors import must
-from samebits.ops.activation import activate
-from samebits.ops.permute import combine, permute
-from samebits.parallel.route import take
-from samebits.parallel.stages import Hidden, Stages, stages_of
+from samebits.parallel.layer import run_over_ranks
+from samebits.parallel.ranks import Ranks
+from samebits.parallel.tensor_passes import CutPasses, CutTensors
 from samebits.parallel.tensor_weights import TensorParallelWeights
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
-from samebits.weights import Layout, merge_gate_up
 
 _PLAIN = Activation()
 
@@ -47,22 +34,29 @@ def tensor_parallel_experts(
     activation: Activation = _PLAIN,
     *,
     group: dist.ProcessGroup,
+    ranks: Ranks | None = None,
     placement: ProbPlacement = ProbPlacement.FC2_OUTPUT,
+    out_dtype: torch.dtype | None = None,
     num_valid_tokens: Tensor | None = None,
+    recompute: bool = False,
 ) -> Tensor:
-    """Return each token's weighted sum over its experts, each of them spread over ranks.
+    """Return each token's weighted sum over its experts, each of them cut over ranks.
 
-    A collective: every rank gives the same tokens, routing and wishes for gradients, gets the same
-    output, and runs the same backward with the same gradient of it.
+    A collective: every rank of ``group`` gives the same tokens, routing and wishes for gradients,
+    gets the same output, and runs the same backward with the same gradient of it.
 
     Args:
         x: ``(T, H)``, the same on every rank.
         routing: Experts and probabilities, the same on every rank.
         weights: This rank's part.
         activation: See ``samebits.experts``.
-        group: The ranks.
+        group: The ranks over which each expert is cut.
+        ranks: Other ranks over which the experts are spread besides, whose tokens may differ; None
+            means that each rank has its part of every expert. See ``parallel_experts``.
         placement: See ``samebits.experts``.
+        out_dtype: See ``samebits.experts``.
         num_valid_tokens: See ``samebits.experts``.
+        recompute: See ``samebits.experts``.
 
     Returns:
         ``(T, H)`` in the dtype of ``x``; differentiable in ``x``, the probabilities (the same
@@ -80,31 +74,38 @@ def tensor_parallel_experts(
     require_type("routing", routing, Routing)
     require_type("weights", weights, TensorParallelWeights)
     require_type("activation", activation, Activation)
-    given = _cast(_Given(x, routing.topk_probs, **_tensors(weights)))
-    _check(given, routing, activation)
-    layer = _Layer(group, activation, ProbPlacement(placement), weights.layout)
-    out: Tensor = _TensorParallel.apply(  # type: ignore[no-untyped-call]
-        layer, routing.topk_ids, num_valid_tokens, *given
+    require_bool("recompute", recompute)
+    if ranks is not None:
+        require_type("ranks", ranks, Ranks)
+    given = _cast(CutTensors(x, routing.topk_probs, **_tensors(weights)))
+    if out_dtype not in (None, given.x.dtype, torch.float32):
+        rule = f"be None, {given.x.dtype} or torch.float32"
+        raise ValueError(must("out_dtype", rule, out_dtype))
+    total = weights.down.shape[0] if ranks is None else ranks.num_experts
+    call = _checked(given, routing, activation, total, num_valid_tokens)
+    passes = CutPasses(
+        group, activation, ProbPlacement(placement), weights.layout, weights.part_layout, out_dtype
     )
-    return out
-
-
-class _Given(NamedTuple):
-    """The differentiable tensors of a call."""
-
-    x: Tensor
-    topk_probs: Tensor
-    gate_up: Tensor
-    down: Tensor
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
+    if ranks is None:
+        check_ids(call, total)
+        out: Tensor = _TensorParallel.apply(  # type: ignore[no-untyped-call]
+            passes, recompute, routing.topk_ids, num_valid_tokens, *given
+        )
+        return out
+    held = len(ranks.held)
+    if weights.down.shape[0] != held:
+        raise ValueError(must("weights", f"hold {held} experts", weights.down.shape[0]))
+    options = Options(activation, passes.placement, weights.layout, None, out_dtype, "auto")
+    local = CutExperts(passes.for_arrivals(), recompute)
+    agreement = f"cut over {dist.get_world_size(group)}"
+    return run_over_ranks(call, options, ranks, local, agreement)
 
 
 def _tensors(weights: TensorParallelWeights) -> dict[str, Any]:
-    return {n: getattr(weights, n) for n in _Given._fields[2:]}
+    return {n: getattr(weights, n) for n in CutTensors._fields[2:]}
 
 
-def _cast(given: _Given) -> _Given:
+def _cast(given: CutTensors) -> CutTensors:
     """Return what autocast makes of the tensors; see ``samebits.experts``."""
     dtype = autocast_dtype(given.x.device)
     if dtype is None or torch.float64 in (given.x.dtype, given.down.dtype):
@@ -113,7 +114,14 @@ def _cast(given: _Given) -> _Given:
     return given._replace(**{**narrowed, "topk_probs": given.topk_probs})
 
 
-def _check(given: _Given, routing: Routing, activation: Activation) -> None:
+def _checked(
+    given: CutTensors,
+    routing: Routing,
+    activation: Activation,
+    total: int,
+    counted: Tensor | None,
+) -> Call:
+    """Return the call, whose parameters are parts."""
     x, down, ids = given.x, given.down, routing.topk_ids
     if x.dim() != 2 or x.shape[0] != ids.shape[0]:
         rule = f"have shape (T, H) with T = topk_ids.shape[0] = {ids.shape[0]}"
@@ -125,124 +133,52 @@ def _check(given: _Given, routing: Routing, activation: Activation) -> None:
     if given.gate_up.shape[1] % activation.columns or given.gate_up.shape[2] != x.shape[1]:
         rule = f"have shape (E, {activation.columns} * F / W, {x.shape[1]})"
         raise ValueError(must("gate_up", rule, tuple(given.gate_up.shape)))
-    experts = down.shape[0]
-    if routing.num_experts not in (None, experts):
-        raise ValueError(must("num_experts", f"be E = {experts}", routing.num_experts))
-    call = Call(x, ids, given.topk_probs, given.gate_up, down, None, None, None, None)
-    check_ids(call, experts)
+    if routing.num_experts not in (None, total):
+        raise ValueError(must("num_experts", f"be {total}", routing.num_experts))
+    biases = given.gate_up_bias, given.down_bias
+    return Call(x, ids, given.topk_probs, given.gate_up, down, *biases, None, counted)
 
 
 @dataclass(frozen=True, eq=False)
-class _Layer:
-    """The two passes."""
+class CutExperts:
+    """What a rank computes on arrivals where each expert is cut besides; see ``held.Local``."""
 
-    group: dist.ProcessGroup
-    activation: Activation
-    placement: ProbPlacement
-    layout: Layout
+    in_blocks: ClassVar[bool] = True
 
-    def forward(self, given: _Given, ids: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return ``(out, z)``; a collective."""
-        stages = stages_of(given.x, ids, given.down.shape[0], counted)
-        slots, offsets, inverse, _ = stages.metadata
-        placed, topk = {self.placement: given.topk_probs}, ids.shape[1]
-        on_hidden = placed.get(ProbPlacement.FC2_INPUT)
-        rows = permute(given.x, inverse, topk, placed.get(ProbPlacement.FC1_INPUT))
-        z = stages.product(rows, given.gate_up, given.gate_up_bias)
-        h = activate(
-            z,
-            self.activation,
-            row_probs=None if on_hidden is None else take(on_hidden.reshape(-1), slots, 0.0),
-            num_rows=offsets[-1:],
-        )
-        y = stages.product(self._columns(h), given.down, given.down_bias, on_hidden)
-        out = combine(y, inverse, topk, placed.get(ProbPlacement.FC2_OUTPUT))
-        return self._columns(out), z
+    passes: CutPasses
+    recompute: bool
 
-    def backward(
-        self, given: _Given, ids: Tensor, counted: Tensor | None, z: Tensor, dout: Tensor
-    ) -> _Given:
-        """Return every gradient; a collective."""
-        stages = stages_of(given.x, ids, given.down.shape[0], counted)
-        inverse, topk = stages.metadata.inverse, ids.shape[1]
-        on_input = self.placement == ProbPlacement.FC1_INPUT
-        factor = None if on_input else given.topk_probs.contiguous()
-        dy = permute(dout, inverse, topk)
-        hidden = stages.hidden(dy, self._down_by_columns(given.down), z, self.activation, factor)
-        width = given.down.shape[1]
-        mine = dy[:, dist.get_rank(self.group) * width :][:, :width]
-        h = self._columns(hidden.h)
-        rows = permute(given.x, inverse, topk, given.topk_probs if on_input else None)
-        dx, dprobs = self._input_gradients(given, ids, stages, hidden, dout)
-        up, bias = given.gate_up_bias, given.down_bias
-        return _Given(
-            dx,
-            dprobs.to(given.topk_probs.dtype),
-            stages.outer(hidden.dz, rows, given.gate_up),
-            stages.outer(mine, h, given.down),
-            None if up is None else stages.total(hidden.dz, None, up),
-            None if bias is None else stages.total(mine, factor, bias),
-        )
+    def forward(self, there: Call, *, save: bool) -> tuple[Tensor, Tensor]:
+        """See ``held.Local``."""
+        nothing = there.x.new_empty(0)
+        if there.down.shape[0] == 0:
+            return there.x.new_empty(there.x.shape[0], there.down.shape[1]), nothing
+        with outside_autocast(there.x.device), on_device(there.x.device):
+            y, z = self.passes.forward(_given_of(there), there.topk_ids, None)
+        return y, z if save and not self.recompute else nothing
 
-    def _input_gradients(
-        self, given: _Given, ids: Tensor, stages: Stages, hidden: Hidden, dout: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x and of the probabilities."""
-        inverse, topk = stages.metadata.inverse, ids.shape[1]
-        dz = self._merged([part.unflatten(1, (self._parts, -1)) for part in self._all(hidden.dz)])
-        slots = stages.product(dz, self._gate_up_by_inputs(given.gate_up).transpose(1, 2))
-        if self.placement == ProbPlacement.FC1_INPUT:
-            found: tuple[Tensor, Tensor] = torch.ops.samebits.permute_backward(
-                self._columns(slots), inverse, given.topk_probs, given.x, topk
-            )
-            return found
-        bias = given.down_bias
-        bias = None if bias is None else self._columns(bias)
-        sums = self._columns(hidden.partial)
-        dprobs = stages.probs_gradient(sums, dout, bias, ids)
-        return self._columns(combine(slots, inverse, topk)), dprobs
+    def backward(self, there: Call, z: Tensor, dout: Tensor, wanted: list[bool]) -> Gradients:
+        """See ``held.Local``."""
+        given = _given_of(there)
+        if there.down.shape[0] == 0:
+            zeros: Any = (None if t is None else torch.zeros_like(t) for t in given)
+            columns = dout.new_zeros(dout.shape[0], there.down.shape[1])
+            grads = CutTensors(*zeros)._replace(x=columns)
+        else:
+            kept = None if self.recompute else z
+            with outside_autocast(there.x.device), on_device(there.x.device):
+                grads = self.passes.backward(given, there.topk_ids, None, kept, dout)
+        named = grads._asdict()
+        names = [n for n, want in zip(DIFFERENTIABLE, wanted, strict=True) if want and n in named]
+        return Gradients(**{n: named[n] for n in names})
 
-    @property
-    def _parts(self) -> int:
-        return self.activation.columns
+    def whole(self, columns: Tensor) -> Tensor:
+        """See ``held.Local``."""
+        return self.passes.columns(columns)
 
-    def _merged(self, parts: list[Tensor]) -> Tensor:
-        """Return the ``(…, 2F or F)`` of one rank, from ``(…, 2 or 1, F / W)`` of each."""
-        whole = torch.cat(parts, -1)
-        if self._parts == 1:
-            return whole.squeeze(-2)
-        return merge_gate_up(whole.select(-2, 0), whole.select(-2, 1), self.layout)
 
-    def _all(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks; a collective."""
-        tensor = tensor.contiguous()
-        every = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(
-            [one.view(torch.uint8) for one in every], tensor.view(torch.uint8), group=self.group
-        )
-        return every
-
-    def _columns(self, tensor: Tensor) -> Tensor:
-        """Return the columns of all ranks, side by side; a collective."""
-        return torch.cat(self._all(tensor), 1)
-
-    def _traded(self, tensor: Tensor, dim: int) -> list[Tensor]:
-        """Return this rank's share along ``dim`` of every rank's tensor; a collective."""
-        size = dist.get_world_size(self.group)
-        given = torch.stack(tensor.chunk(size, dim))
-        taken = torch.empty_like(given)
-        dist.all_to_all_single(taken.view(torch.uint8), given.view(torch.uint8), group=self.group)
-        return list(taken)
-
-    def _down_by_columns(self, down: Tensor) -> Tensor:
-        """Return ``(E, H, F / W)`` from ``(E, H / W, F)``; a collective."""
-        return torch.cat(self._traded(down, 2), 1)
-
-    def _gate_up_by_inputs(self, gate_up: Tensor) -> Tensor:
-        """Return ``(E, 2F, H / W)`` in the order of one rank; a collective."""
-        parts = [part.transpose(1, 2) for part in self._traded(gate_up, 2)]
-        merged = self._merged([part.unflatten(2, (self._parts, -1)) for part in parts])
-        return merged.transpose(1, 2)
+def _given_of(call: Call) -> CutTensors:
+    return CutTensors(*(getattr(call, name) for name in CutTensors._fields))
 
 
 class _TensorParallel(torch.autograd.Function):
@@ -250,21 +186,26 @@ class _TensorParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: _Layer, ids: Tensor, counted: Tensor | None, *tensors: Any
+        ctx: Any,
+        passes: CutPasses,
+        recompute: bool,
+        ids: Tensor,
+        counted: Tensor | None,
+        *tensors: Any,
     ) -> Tensor:
-        given = _Given(*tensors)
+        given = CutTensors(*tensors)
         with outside_autocast(given.x.device), on_device(given.x.device):
-            out, z = layer.forward(given, ids, counted)
-        ctx.save_for_backward(ids, counted, z, *tensors)
-        ctx.layer = layer
+            out, z = passes.forward(given, ids, counted)
+        ctx.save_for_backward(ids, counted, None if recompute else z, *tensors)
+        ctx.passes = passes
         return out
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         ids, counted, z, *tensors = ctx.saved_tensors
-        given = _Given(*tensors)
+        given = CutTensors(*tensors)
         dout = douts[0].to(given.x.dtype).contiguous()
         with outside_autocast(given.x.device), on_device(given.x.device):
-            grads = ctx.layer.backward(given, ids, counted, z, dout)
-        return None, None, None, *grads
+            grads = ctx.passes.backward(given, ids, counted, z, dout)
+        return None, None, None, None, *grads

@@ -18,7 +18,7 @@ _HALVES = Layout()
 class TensorParallelWeights:
     """One rank's part of the parameters of all experts; made by ``shard``, or loaded so."""
 
-    # (E, 2F / W or F / W, H): this rank's gate rows, then its up rows.
+    # (E, 2F / W or F / W, H), rows in the order of part_layout: by default gate, then up.
     gate_up: Tensor
     # (E, H / W, F).
     down: Tensor
@@ -28,6 +28,8 @@ class TensorParallelWeights:
     down_bias: Tensor | None = None
     # Order of gate and up where one rank holds everything: the order of the sum of dx.
     layout: Layout = _HALVES
+    # Order of this rank's rows of gate and up.
+    part_layout: Layout = _HALVES
 
     @staticmethod
     def shard(weights: ExpertWeights, rank: int, size: int) -> "TensorParallelWeights":

@@ -122,13 +122,18 @@ def compile_in_processes(*command: str) -> list[int]:
     return [worker.wait() for worker in workers]
 
 
-def captured(function: Callable[[int], Any], sets: int, repeats: int) -> torch.cuda.CUDAGraph:
-    """Return a graph of ``repeats`` calls with the number of each set of inputs."""
+def captured(
+    function: Callable[[int], Any], sets: int, repeats: int, pool: Any = None
+) -> torch.cuda.CUDAGraph:
+    """Return a graph of ``repeats`` calls with the number of each set of inputs.
+
+    Graphs of one ``pool`` write to the same memory: for results that nothing reads.
+    """
     for which in range(sets):
         function(which)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         for _ in range(repeats):
             for which in range(sets):
                 function(which)

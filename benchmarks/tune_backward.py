@@ -4,21 +4,25 @@
 
 Stages: ``hidden`` (product with down, derivative behind it), ``input`` (dz · gate_up), ``down`` and
 ``gate_up`` (weight gradients), ``first`` (the forward's first projection, which stores z). A
-candidate enters a tuning table only from here.
+candidate enters a tuning table only from here. ``--changes`` times the tile in use beside each
+change to it that is to be judged, and nothing else.
 """
 
 import argparse
 import json
+import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
 import triton
-from backward_candidates import HIDDEN, candidates
+from backward_candidates import candidates, changes
 from timing import captured, compile_in_processes, replayed
 from tune_indirect_gemm import weights_of
 
 from samebits.activation import Activation
+from samebits.ops.hidden_gradient import tuning as hidden_tuning
 from samebits.ops.hidden_gradient.kernel import launch_hidden_gradient
 from samebits.ops.indirect_gemm.kernel import launch_first_projection, launch_second_projection
 from samebits.ops.permute.kernel import launch_metadata, launch_permute, launch_tiles
@@ -52,7 +56,8 @@ class Case:
         self.z = torch.empty(self.total, 2 * problem.F, device="cuda", dtype=torch.bfloat16)
         self.z.normal_(generator=generator)
         self.tables = {}
-        self.dz, self.h, _ = self.run("hidden", HIDDEN[0])
+        first = hidden_tuning.heuristic(self.total, problem.E, "sm_90")
+        self.dz, self.h, _ = self.run("hidden", first)
         self.grads = {
             name: torch.empty_like(getattr(weights, name)) for name in ("down", "gate_up")
         }
@@ -87,14 +92,22 @@ STAGES = ["hidden", "input", "down", "gate_up", "first"]
 def short(c):
     if isinstance(c, Outer):
         tile = f"{c.block_m}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages}"
-        how = "".join(f" {k}" for k in ("tma", "stored") if getattr(c, k))
+        flags = ("tma", "stored", "next_early", "last_early")
+        how = "".join(f" {k}" for k in flags if getattr(c, k))
         return f"{tile} g{c.group} p{c.programs}{how}"
     form = "swap" if c.swap else "rows"
     tile = f"{c.block_r}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages} g{c.group}"
-    return f"{form} {tile}"
+    fetched = " fetched" if getattr(c, "fetched", False) else ""
+    return f"{form} {tile} short {c.short}{fetched}"
 
 
-def measure(name, tokens, weights):
+def judged(stage, problem, slots, *, only_changes):
+    if only_changes:
+        return changes(stage, slots, problem.E)
+    return candidates(stage, slots / problem.E)
+
+
+def measure(name, tokens, weights, *, only_changes):
     problem = MODELS[name]
     case = Case(problem, tokens, weights)
     results = []
@@ -102,37 +115,49 @@ def measure(name, tokens, weights):
         width = 2 * problem.F if stage in ("input", "gate_up", "first") else problem.F
         flop = 2 * case.total * problem.H * width
         byte = 2 * case.touched * problem.H * width
-        found = candidates(stage, case.total / problem.E)
+        repeats = min(max(1, int(1e12 / max(flop, byte * 150))), 20)
+        # Nothing reads what a graph writes.
+        timed, pool = [], torch.cuda.graph_pool_handle()
         expected = None
-        for config in found:
-            about = {"shape": name, "T": tokens, "stage": stage, "config": repr(config)}
-            repeats = min(max(1, int(1e12 / max(flop, byte * 150))), 20)
+        for config in judged(stage, problem, case.total, only_changes=only_changes):
+            row = {"shape": name, "T": tokens, "stage": stage, "config": repr(config)}
+            results.append(row)
             try:
                 value = [v.clone() for v in case.run(stage, config)]
-                run = lambda _, c=config, s=stage: case.run(s, c)  # noqa: E731
-                (ms,) = replayed([captured(run, 1, repeats)], repeats)
-                again = case.run(stage, config)
             except triton.runtime.errors.OutOfResources as error:
-                results.append({**about, "error": str(error)[:120]})
+                row["error"] = str(error)[:120]
                 continue
+            run = lambda _, c=config, s=stage: case.run(s, c)  # noqa: E731
+            graph = captured(run, 1, repeats, pool)
+            again = case.run(stage, config)
             expected = expected or value
             same = all(
                 torch.equal(a, b) and torch.equal(c, b)
                 for a, b, c in zip(value, expected, again, strict=True)
             )
-            speed = {"tflops": flop / ms / 1e9, "tbs": byte / ms / 1e9}
-            results.append({**about, **speed, "short": short(config), "ms": ms, "same_bits": same})
+            row |= {"short": short(config), "same_bits": same}
+            timed.append((row, graph))
+        # Small differences are to be seen: one round after the other, each with every tile.
+        times = replayed([graph for _, graph in timed], repeats)
+        for (row, _), ms in zip(timed, times, strict=True):
+            row |= {"ms": ms, "tflops": flop / ms / 1e9, "tbs": byte / ms / 1e9}
     return results
 
 
-def compile_share(index, count):
+def compile_share(index, count, args):
+    """Compile every ``count``-th binary: they differ by tile, not by shape."""
     problem = MODELS["qwen3-30b"]
     weights = weights_of(problem)
     case = Case(problem, 64, weights)
+    cells = product(map(MODELS.get, args.shapes.split(",")), map(int, args.tokens.split(",")))
+    slots = [(cell, tokens * cell.K) for cell, tokens in cells]
     every = [
-        (s, c) for s in STAGES for c in dict.fromkeys((*candidates(s, 100), *candidates(s, 1)))
+        (stage, config)
+        for stage in STAGES
+        for cell, total in slots
+        for config in judged(stage, cell, total, only_changes=args.changes)
     ]
-    for stage, config in every[index::count]:
+    for stage, config in list(dict.fromkeys(every))[index::count]:
         try:
             case.run(stage, config)
         except triton.runtime.errors.OutOfResources:
@@ -145,15 +170,16 @@ def main():
     parser.add_argument("--shapes", default=",".join(MODELS))
     parser.add_argument("--tokens", default="256,1024,4096,16384")
     parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--changes", action="store_true", help="the tiles in use and changes")
     parser.add_argument("--compile-share", nargs=2, type=int)
     parser.add_argument("--seconds", type=float, default=300)
     args = parser.parse_args()
     STAGES[:] = args.stages.split(",")
     if args.compile_share:
-        compile_share(*args.compile_share)
+        compile_share(*args.compile_share, args)
         return
     start = time.time()
-    codes = compile_in_processes(__file__, "--stages", args.stages)
+    codes = compile_in_processes(__file__, *sys.argv[1:])
     print("compiled in", round(time.time() - start), "s", codes, flush=True)
     results = []
     for name in args.shapes.split(","):
@@ -162,19 +188,19 @@ def main():
             if time.time() - start > args.seconds:
                 print("out of time before", name, tokens)
                 break
-            rows_ = measure(name, tokens, weights)
+            rows_ = measure(name, tokens, weights, only_changes=args.changes)
             results += rows_
             for stage in STAGES:
-                good = sorted(
-                    (r for r in rows_ if r["stage"] == stage and "ms" in r), key=lambda r: r["ms"]
-                )
-                bad = [r["short"] for r in good if not r["same_bits"]]
-                best = good[0]
+                found = [r for r in rows_ if r["stage"] == stage and "ms" in r]
+                bad = [r["short"] for r in found if not r["same_bits"]]
+                # With changes, all over the tile in use; otherwise the best three.
+                order = found if args.changes else sorted(found, key=lambda r: r["ms"])[:3]
+                first, *others = order
                 print(
-                    f"{name:13} T={tokens:<6}{stage:8}{best['ms']:8.4f} ms "
-                    f"{best['tflops']:5.0f} TF "
-                    f"{best['tbs']:5.2f} TB/s  {best['short']}  | "
-                    + " | ".join(f"{r['ms'] / best['ms']:.2f} {r['short']}" for r in good[1:3])
+                    f"{name:13} T={tokens:<6}{stage:8}{first['ms']:8.4f} ms "
+                    f"{first['tflops']:5.0f} TF "
+                    f"{first['tbs']:5.2f} TB/s  {first['short']}  | "
+                    + " | ".join(f"{r['ms'] / first['ms']:.3f} {r['short']}" for r in others)
                     + (f"  OTHER BITS {len(bad)}: {bad[:3]}" if bad else ""),
                     flush=True,
                 )

@@ -23,7 +23,13 @@ pytestmark = [
 # An empty expert, one below a step, one of whole steps, one with a rest.
 OFFSETS = torch.tensor([0, 0, 5, 69, 102], dtype=torch.int32)
 TILE = Config(block_m=32, block_n=64, block_k=32, num_warps=4, num_stages=2, programs=2)
-CONFIGS = {"boxes": TILE, "pointers": replace(TILE, tma=False, block_k=16)}
+CONFIGS = {
+    "boxes": TILE,
+    "pointers": replace(TILE, tma=False, block_k=16),
+    "next early": replace(TILE, next_early=True),
+    "last early": replace(TILE, last_early=True),
+    "both early": replace(TILE, next_early=True, last_early=True, programs=5),
+}
 
 
 def _rows(width, seed):
@@ -61,14 +67,15 @@ def test_a_tile_that_leaves_through_a_box_has_the_same_bits(transposed) -> None:
     assert_bitwise_equal(results[1], results[0])
 
 
-def test_a_neighbour_that_is_not_finite_changes_nothing() -> None:
+@pytest.mark.parametrize("config", [TILE, CONFIGS["both early"]])
+def test_a_neighbour_that_is_not_finite_changes_nothing(config) -> None:
     a, b = _rows(40, 0), _rows(72, 1)
-    expected = torch.empty(4, 40, 72)
-    launch_weight_gradient(a, b, OFFSETS, launch_order(OFFSETS), expected, TILE)
+    order, expected = launch_order(OFFSETS), torch.empty(4, 40, 72)
+    launch_weight_gradient(a, b, OFFSETS, order, expected, TILE)
     a[69:] = float("inf")
     b[69:] = float("nan")
 
-    dw = launch_weight_gradient(a, b, OFFSETS, launch_order(OFFSETS), torch.empty(4, 40, 72), TILE)
+    dw = launch_weight_gradient(a, b, OFFSETS, order, torch.empty(4, 40, 72), config)
 
     assert_bitwise_equal(dw[:3], expected[:3])
 

@@ -3,6 +3,8 @@
 A program owns ``[BLOCK_R, BLOCK_N]`` of dh, in fp32. It is finished in slices of columns, since the
 derivative of a whole tile does not fit the registers. Sums of 64 columns keep one order whatever
 the slice: neighbours in pairs, six times; the sums of a row are added in ascending order.
+A tile of at most ``SHORT`` rows (the last of an expert) is computed with that many. ``FETCH`` asks
+for the rows of z that a tile will need before its product: from L2 they come sooner.
 """
 
 from typing import NamedTuple
@@ -11,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from samebits.activation import Activation
 from samebits.ops._triton.columns import load_gate_up, store_gate_up
@@ -19,12 +22,51 @@ from samebits.ops._triton.operand import row_operand, weight_operand
 from samebits.ops._triton.product import contract, contract_described, tile_of_position
 from samebits.ops._triton.rows import add_neighbours, sum_ascending, sum_of_64_columns
 from samebits.ops.activation.tiles import TileOptions, glu_derivative_tile, slope_tile
-from samebits.ops.indirect_gemm.tuning import Config
+from samebits.ops.hidden_gradient.tuning import Config
 from samebits.ops.permute.tuning import Tiles
 from samebits.weights import Layout
 
 # Columns of a tile that are finished at a time.
 SLICE = 32
+
+
+if knobs.runtime.interpret:
+
+    @triton.jit
+    def _fetch(_places):
+        pass
+
+else:
+
+    @triton.jit
+    def _fetch(places):
+        """Ask for the cache lines at addresses, as int64, to be brought to L2."""
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _fetch_z(
+    z_ptr, first_row, end, column, F, width,
+    GATED: tl.constexpr, INTERLEAVE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Bring the columns of z that belong to a tile to L2; places past the ends are clamped."""
+    LINE: tl.constexpr = 128 * 8 // z_ptr.dtype.element_ty.primitive_bitwidth
+    rows = tl.minimum(first_row + tl.arange(0, BLOCK_R), end - 1)
+    lines = tl.arange(0, BLOCK_N // LINE) * LINE
+    starts = z_ptr + (rows.to(tl.int64) * width)[:, None]
+    if not GATED:
+        _fetch((starts + tl.minimum(column + lines, F - 1)[None, :]).to(tl.int64, bitcast=True))
+    elif INTERLEAVE:
+        lines = tl.arange(0, 2 * BLOCK_N // LINE) * LINE
+        places = tl.minimum(2 * column + lines, width - 1)
+        _fetch((starts + places[None, :]).to(tl.int64, bitcast=True))
+    else:
+        places = tl.minimum(column + lines, F - 1)
+        _fetch((starts + places[None, :]).to(tl.int64, bitcast=True))
+        _fetch((starts + (F + places)[None, :]).to(tl.int64, bitcast=True))
 
 
 @triton.jit
@@ -83,60 +125,97 @@ def _finish(
     return sums
 
 
-@recordable
 @triton.jit
-def _hidden_gradient_kernel(
+def _tile(
     dy, stride_dy, w, stride_we, stride_wn, stride_wk, z_ptr, probs_ptr,
-    dz_ptr, h_ptr, partial_ptr,
-    slots_ptr, tile_expert_ptr, tile_row_ptr, tile_end_ptr, tiles_ptr,
+    dz_ptr, h_ptr, partial_ptr, slots_ptr,
+    expert, first_row, end, column,
     H, F, topk, values,
-    GATHER: tl.constexpr, DESCRIBED: tl.constexpr,
+    GATHER: tl.constexpr, DESCRIBED: tl.constexpr, FETCH: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
     INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
     TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr, K_TAIL: tl.constexpr,
-    SLICE: tl.constexpr, GROUP: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute ``BLOCK_N`` columns of up to ``BLOCK_R`` rows from ``first_row`` on."""
+    width = 2 * F if GATED else F
+    rows = first_row + tl.arange(0, BLOCK_R)
+    live = rows < end
+    slots = tl.load(slots_ptr + rows, mask=live, other=0)
+    if FETCH:
+        _fetch_z(z_ptr, first_row, end, column, F, width, GATED, INTERLEAVE, BLOCK_R, BLOCK_N)
+
+    if DESCRIBED:
+        dh = contract_described(
+            dy, first_row, w, stride_we, stride_wn, stride_wk, expert, column, F, H,
+            TMA, TRANSPOSED, BLOCK_R, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        source = slots // topk if GATHER else tl.where(live, rows, 0)
+        dh = contract(
+            dy + (source.to(tl.int64) * stride_dy)[:, None],
+            w, stride_we, stride_wn, stride_wk, expert, column, F, H, F,
+            False, TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+
+    p = 1.0
+    if probs_ptr is not None:
+        p = tl.load(probs_ptr + slots, mask=live, other=0.0).to(tl.float32)[:, None]
+    place = rows.to(tl.int64)[:, None]
+    _finish(
+        dh, z_ptr + place * width,
+        z_ptr if dz_ptr is None else dz_ptr + place * width,
+        z_ptr if h_ptr is None else h_ptr + place * F,
+        z_ptr if partial_ptr is None else partial_ptr + place * tl.cdiv(F, 64),
+        column, live[:, None], p, F, values,
+        KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
+        dz_ptr is not None, h_ptr is not None, partial_ptr is not None,
+        SLICE, BLOCK_R, BLOCK_N,
+    )  # fmt: skip
+
+
+@recordable
+@triton.jit
+def _hidden_gradient_kernel(
+    dy, short_dy, stride_dy, w, stride_we, stride_wn, stride_wk, z_ptr, probs_ptr,
+    dz_ptr, h_ptr, partial_ptr,
+    slots_ptr, tile_expert_ptr, tile_row_ptr, tile_end_ptr, tiles_ptr,
+    H, F, topk, values,
+    GATHER: tl.constexpr, DESCRIBED: tl.constexpr, FETCH: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
+    INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
+    TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr, K_TAIL: tl.constexpr,
+    SLICE: tl.constexpr, GROUP: tl.constexpr, SHORT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.load(tiles_ptr)
     column_blocks = tl.cdiv(F, BLOCK_N)
-    width = 2 * F if GATED else F
     for position in range(tl.program_id(0), tiles * column_blocks, tl.num_programs(0)):
         tile, block = tile_of_position(position, tiles, column_blocks, GROUP)
         expert = tl.load(tile_expert_ptr + tile)
         first_row = tl.load(tile_row_ptr + tile)
-        rows = first_row + tl.arange(0, BLOCK_R)
-        live = rows < tl.load(tile_end_ptr + tile)
-        slots = tl.load(slots_ptr + rows, mask=live, other=0)
-        column = block * BLOCK_N
-
-        if DESCRIBED:
-            dh = contract_described(
-                dy, first_row, w, stride_we, stride_wn, stride_wk, expert, column, F, H,
-                TMA, TRANSPOSED, BLOCK_R, BLOCK_N, BLOCK_K,
+        end = tl.load(tile_end_ptr + tile)
+        if SHORT and end - first_row <= SHORT:
+            _tile(
+                short_dy, stride_dy, w, stride_we, stride_wn, stride_wk, z_ptr, probs_ptr,
+                dz_ptr, h_ptr, partial_ptr, slots_ptr,
+                expert, first_row, end, block * BLOCK_N, H, F, topk, values,
+                GATHER, DESCRIBED, FETCH,
+                KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
+                TMA, TRANSPOSED, SWAP, K_TAIL, SLICE, SHORT, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
-            source = slots // topk if GATHER else tl.where(live, rows, 0)
-            dh = contract(
-                dy + (source.to(tl.int64) * stride_dy)[:, None],
-                w, stride_we, stride_wn, stride_wk, expert, column, F, H, F,
-                False, TMA, TRANSPOSED, SWAP, K_TAIL, BLOCK_R, BLOCK_N, BLOCK_K,
+            _tile(
+                dy, stride_dy, w, stride_we, stride_wn, stride_wk, z_ptr, probs_ptr,
+                dz_ptr, h_ptr, partial_ptr, slots_ptr,
+                expert, first_row, end, block * BLOCK_N, H, F, topk, values,
+                GATHER, DESCRIBED, FETCH,
+                KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
+                TMA, TRANSPOSED, SWAP, K_TAIL, SLICE, BLOCK_R, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-
-        p = 1.0
-        if probs_ptr is not None:
-            p = tl.load(probs_ptr + slots, mask=live, other=0.0).to(tl.float32)[:, None]
-        place = rows.to(tl.int64)[:, None]
-        _finish(
-            dh, z_ptr + place * width,
-            z_ptr if dz_ptr is None else dz_ptr + place * width,
-            z_ptr if h_ptr is None else h_ptr + place * F,
-            z_ptr if partial_ptr is None else partial_ptr + place * tl.cdiv(F, 64),
-            column, live[:, None], p, F, values,
-            KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
-            dz_ptr is not None, h_ptr is not None, partial_ptr is not None,
-            SLICE, BLOCK_R, BLOCK_N,
-        )  # fmt: skip
 
 
 @recordable
@@ -230,17 +309,20 @@ def launch_hidden_gradient(
     source, strides, tma = weight_operand(w, box)
     box = (config.block_r, config.block_k) if tma and not (gather or config.swap) else None
     operand, described = row_operand(dy, box)
+    short = operand
+    if described and config.short:
+        short, _ = row_operand(dy, (config.short, config.block_k))
     tile = TileOptions.of(activation, z.dtype)
     work = tiles.expert.shape[0] * triton.cdiv(columns, config.block_n)
     _hidden_gradient_kernel[(min(work, config.programs),)](
-        operand, dy.stride(0), source, *strides, z, probs,
+        operand, short if config.short else None, dy.stride(0), source, *strides, z, probs,
         *result,
         slots, tiles.expert, tiles.row, tiles.end, tiles.count,
         hidden, columns, topk, tile.scalars,
-        GATHER=gather, DESCRIBED=described, **tile.flags,
+        GATHER=gather, DESCRIBED=described, FETCH=config.fetched, **tile.flags,
         INTERLEAVE=layout.interleave or 0, UP_FIRST=layout.up_first,
         TMA=tma, TRANSPOSED=w.stride(2) != 1, SWAP=config.swap, K_TAIL=hidden % config.block_k != 0,
-        SLICE=SLICE, GROUP=config.group,
+        SLICE=SLICE, GROUP=config.group, SHORT=config.short,
         BLOCK_R=config.block_r, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,12 +1,20 @@
 """Tile shapes of the hidden gradient; all that an architecture uses compute the same bits."""
 
-from dataclasses import replace
+from dataclasses import dataclass
 
-from samebits.ops.indirect_gemm.tuning import UNMEASURED as PRODUCT
-from samebits.ops.indirect_gemm.tuning import Config
+from samebits.ops.indirect_gemm import tuning as product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(product.Config):
+    """Tile of one program, how it is fed, and what is asked for ahead."""
+
+    # Bring the rows of z that a tile needs to L2 before its product.
+    fetched: bool = False
+
 
 # Narrower than that of a product alone: the derivative needs registers.
-UNMEASURED = replace(PRODUCT, block_n=64)
+UNMEASURED = Config(block_r=64, block_n=64, block_k=64, num_warps=4, num_stages=3, tma=False)
 
 # bf16 on an H200, Triton 3.6.0, from benchmarks/tune_backward.py. Up to a number of slots per
 # expert, on average.

@@ -1,13 +1,16 @@
 """Check and time the layer over ranks; started by torchrun, on GPUs (NCCL) or on CPU (gloo).
 
     torchrun --nproc-per-node 2 benchmarks/parallel.py --out FOLDER [--cells qwen3-30b:4096,…]
+        [--check all|few|none] [--profile]
 
 First every rank compares the layer over ranks with the one-rank run, bit by bit. Then, per cell and
-for the forward and for forward + backward (``step``): ``layer``, the layer over ranks;
+for the forward and for forward + backward (``step``): ``layer``, the layer over ranks; ``varied``,
+the same with another routing at each call;
 ``compute``, the experts of one rank on the rows that it got, without any exchange; ``exchange``,
 the all-to-alls alone, with the same sizes; ``ratio``, layer / (compute + exchange), of which the
 target is 1.15. Milliseconds, the slowest rank. ``in_turn``: with a shared expert after the layer;
-``beside``: with it on a second stream. ``fixed``: with a capacity. Ends 1 if bits differ.
+``beside``: with it on a second stream. ``fixed``: with a capacity. ``--profile`` says instead where
+the time of each cell goes (``parallel_profile``). Ends 1 if bits differ.
 """
 
 import argparse
@@ -22,6 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from parallel_cells import time_cell, warm_cell
+from parallel_profile import lines_of, profile_cell
 
 from samebits import ExpertWeights, Layout, ProbPlacement, Routing, env
 from samebits.parallel import parallel_experts
@@ -105,7 +109,7 @@ def captured_bits(group, device):
     return wrong
 
 
-def warm(index, jobs, cells, few):
+def warm(index, jobs, cells, check):
     """Compile, in a process of its own, what the checks and timings will run."""
     device = torch.device("cuda", index % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -113,8 +117,8 @@ def warm(index, jobs, cells, few):
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     group = dist.new_group([0], backend="nccl")
     cases = check_cases(2, "cuda")
-    cuts = [] if few else cut_cases(cases, 2)
-    cases = cases[:9:3] if few else cases
+    cuts = cut_cases(cases, 2) if check == "all" else []
+    cases = {"all": cases, "few": cases[:9:3], "none": []}[check]
     work = [("cell", c) for c in cells] + [("case", c) for c in cases]
     work += [("cut", c) for c in cuts]
     for kind, what in work[index::jobs]:
@@ -132,10 +136,10 @@ def warm(index, jobs, cells, few):
     torch.cuda.synchronize()
 
 
-def run_warm(jobs, cells, few):
+def run_warm(jobs, cells, check):
     names = ",".join(f"{s}:{t}" for s, t in cells)
     command = [sys.executable, __file__, "--jobs", str(jobs), "--cells", names]
-    command += ["--few"] * few + ["--warm"]
+    command += ["--check", check, "--warm"]
     running = [
         subprocess.Popen([*command, str(i)], stderr=subprocess.PIPE, text=True) for i in range(jobs)
     ]
@@ -156,12 +160,13 @@ def main():
     parser.add_argument("--warm", type=int)
     parser.add_argument("--soak", type=int, default=20)
     parser.add_argument("--no-graph", action="store_true")
-    parser.add_argument("--few", action="store_true", help="check only what is quick to compile")
+    parser.add_argument("--check", choices=("all", "few", "none"), default="all")
+    parser.add_argument("--profile", action="store_true", help="profile the cells, time nothing")
     arguments = parser.parse_args()
     pairs = [cell.split(":") for cell in arguments.cells.split(",") if cell]
     cells = [(shape, int(tokens)) for shape, tokens in pairs]
     if arguments.warm is not None:
-        warm(arguments.warm, arguments.jobs, cells, arguments.few)
+        warm(arguments.warm, arguments.jobs, cells, arguments.check)
         return
     start = time.perf_counter()
     place = "cuda" if torch.cuda.is_available() else "cpu"
@@ -171,10 +176,10 @@ def main():
         device = torch.device("cuda", dist.get_node_local_rank())
         torch.cuda.set_device(device)
         if rank == 0:
-            run_warm(arguments.jobs, cells, arguments.few)
+            run_warm(arguments.jobs, cells, arguments.check)
     warmed = time.perf_counter() - start
     group, size = dist.group.WORLD, dist.get_world_size()
-    wrong = checks(arguments, place, size)
+    wrong = [] if arguments.check == "none" else checks(arguments, place, size)
     every = [None] * size
     dist.all_gather_object(every, wrong)
     wrong = [line for lines in every for line in lines]
@@ -183,9 +188,15 @@ def main():
         print(f"compiled {warmed:.0f} s, checked {checked:.0f} s; wrong: {wrong or 'nothing'}")
     rows = []
     for shape, tokens in cells:
-        rows.append(time_cell(shape, tokens, device, group))
+        if arguments.profile:
+            row = profile_cell(shape, tokens, device, group)
+            every = [None] * size
+            dist.all_gather_object(every, row)
+            rows += every
+        else:
+            rows.append(time_cell(shape, tokens, device, group))
         if rank == 0:
-            print(line_of(rows[-1]), flush=True)
+            print(lines_of(row) if arguments.profile else line_of(rows[-1]), flush=True)
             write(arguments.out, wrong, rows)
         if place == "cuda":
             torch.cuda.empty_cache()
@@ -204,11 +215,12 @@ def main():
 
 def checks(arguments, place, size):
     cases = check_cases(size, place)
-    if arguments.few:
-        # Every placement in bf16, on one backend.
-        few = cases[:9:3]
-        return programs.same_bits(few + with_capacity(few[:1]), place)
-    wrong = programs.same_bits(cases, place) + programs.same_bits(with_capacity(cases[:3]), place)
+    # Every placement in bf16, on one backend: as often as launches take to be repeated.
+    few = cases[:9:3]
+    wrong = programs.repeated_calls(few + with_capacity(few[:1]), place)
+    if arguments.check == "few":
+        return wrong
+    wrong += programs.same_bits(cases, place) + programs.same_bits(with_capacity(cases[:3]), place)
     composed = [c for c in cases if c.out_dtype is None]
     wrong += programs.same_bits_composed(composed[:3], place)
     wrong += programs.overflow(place, "auto")

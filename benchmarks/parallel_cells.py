@@ -78,6 +78,12 @@ class Cell:
             "gate_up": normal(1, 2 * columns, hidden, scale=hidden**-0.5),
             "down": normal(1, hidden, columns, scale=columns**-0.5),
         }
+        # Other routings of as many tokens, hence other numbers of arrivals.
+        self.others = [self.ids] + [
+            torch.rand(scores.shape, device=device, generator=generator).topk(topk).indices
+            for _ in range(7)
+        ]
+        self.turn = 0
         self.one = torch.zeros(tokens, 1, dtype=torch.int64, device=device)
         self.route = find_route(self.ranks, self.ids)
         self.arrivals = normal(self.route.ids.shape[0], hidden)
@@ -93,15 +99,24 @@ class Cell:
         weights = ExpertWeights(**self.leaves)
         return parallel_experts(self.x, routing, weights, ranks=self.ranks)
 
+    def varied(self):
+        self.turn += 1
+        routing = Routing(self.others[self.turn % len(self.others)], self.probs)
+        return parallel_experts(self.x, routing, ExpertWeights(**self.leaves), ranks=self.ranks)
+
     def compute(self):
         ids = self.route.ids[:, None]
         probs = torch.ones(ids.shape, device=self.device)
         return experts(self.arrivals, Routing(ids, probs), ExpertWeights(**self.leaves))
 
     def exchange(self, ways):
+        """Send as many rows as the layer does, there and back: the group's own all-to-all."""
         rows = self.dout.new_empty(self.route.inverse.shape[0], self.dout.shape[1])
+        there = self.dout.new_empty(sum(self.route.received), rows.shape[1])
+        sent, received = self.route.sent, self.route.received
         for _ in range(ways):
-            self.route.back(self.route.go(rows))
+            dist.all_to_all_single(there, rows[: sum(sent)], received, sent)
+            dist.all_to_all_single(rows[: sum(sent)], there, sent, received)
 
     def shared_expert(self):
         ones = torch.ones(self.one.shape, device=self.device)
@@ -166,6 +181,7 @@ def time_pass(cell, training):
         "layer": clock(lambda: run(cell.layer, dout), device),
         "compute": clock(lambda: run(cell.compute, dy), device),
         "exchange": clock(lambda: cell.exchange(ways), device),
+        "varied": clock(lambda: run(cell.varied, dout), device),
         "in_turn": clock(lambda: run(cell.in_turn, dout), device),
     }
     found["ratio"] = found["layer"] / (found["compute"] + found["exchange"])

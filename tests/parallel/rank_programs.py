@@ -8,6 +8,7 @@ one-rank run. A program returns what differs. The same programs run on CPU (gloo
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from samebits import (
     grouped_experts,
 )
 from samebits.formats import Parameters, WeightFormat, quantize
-from samebits.parallel import Capacity, Ranks, combine, dispatch, parallel_experts
+from samebits.parallel import Capacity, Ranks, combine, dispatch, parallel_experts, route
 
 PARAMETERS = ("gate_up", "down", "gate_up_bias", "down_bias")
 _PLAIN = Activation()
@@ -227,6 +228,32 @@ def same_bits(cases: list[Case], place: str = "cpu") -> list[str]:
         given = draw(case, device)
         mine = over_ranks(case, given, ranks_of(case, group, device))
         wrong += differences(case, mine, one_rank(case, given), dist.get_rank(group))
+    return wrong
+
+
+def same_bits_with_room(cases: list[Case]) -> list[str]:
+    """Return the same where more rows arrive than were sent: NaN, as all that nobody wrote."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        with patch.object(route, "room_for", lambda rows: rows + 5):
+            return same_bits(cases)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def repeated_calls(cases: list[Case], place: str = "cpu") -> list[str]:
+    """Return what differs where a layer is called again and again, with other tokens of a shape."""
+    device, group, wrong = torch.device(place), _world(), []
+    for case in cases:
+        given, ranks = draw(case, device), ranks_of(case, group, device)
+        for turn in range(4):
+            names = ("x", "topk_ids", "topk_probs", "dout")
+            turned = {n: t.roll(turn, 0) if n in names else t for n, t in given.items()}
+            mine = over_ranks(case, turned, ranks)
+            wrong += [
+                f"call {turn}: {line}"
+                for line in differences(case, mine, one_rank(case, turned), ranks.rank)
+            ]
     return wrong
 
 

@@ -13,8 +13,10 @@ from rank_programs import (
     leave,
     overflow,
     ranks_that_are_refused,
+    repeated_calls,
     same_bits,
     same_bits_composed,
+    same_bits_with_room,
     soak,
     without_experts,
 )
@@ -73,6 +75,28 @@ def test_ranks_without_experts_and_one_expert_for_all(two_ranks: Processes) -> N
     ]
 
     assert nothing(two_ranks.run(same_bits, cases))
+
+
+def test_rows_that_arrive_beyond_those_that_were_sent(two_ranks: Processes) -> None:
+    cases = [
+        Case(tokens=tokens, bounds=bounds, placement=placement, dtype=dtype)
+        for placement, (tokens, bounds, dtype) in product(
+            ProbPlacement,
+            [((9, 4), EVEN, torch.bfloat16), ((0, 7), UNEVEN, torch.float32)],
+        )
+    ]
+    cases.append(Case(tokens=(3, 2), bounds=(0, 0, 4), ids=1))
+
+    assert nothing(two_ranks.run(same_bits_with_room, cases))
+
+
+def test_calls_again_with_other_tokens(two_ranks: Processes) -> None:
+    cases = [
+        Case(tokens=(9, 4), bounds=UNEVEN, placement=placement, capacity=capacity)
+        for placement, capacity in [(FC1, None), (FC2, None), (OUT, None), (OUT, 27)]
+    ]
+
+    assert nothing(two_ranks.run(repeated_calls, cases))
 
 
 def test_quantised_experts(two_ranks: Processes) -> None:

@@ -98,8 +98,13 @@ def begun(registry: Registry, plan: Plan) -> Evidence:
     return Evidence(machine=about, tree=tree, seconds=0.0, variants={})
 
 
-def chosen(registry: Registry, plan: Plan) -> list[Variant]:
+def chosen(registry: Registry, plan: Plan, known: Evidence | None = None) -> list[Variant]:
     """Return the planted faults, and the variants of the plan: none but faults if none is owed.
+
+    Args:
+        registry: All variants.
+        plan: Which are wanted.
+        known: Evidence that will be added to: what it has is owed no more.
 
     Raises:
         RegistryError: There is none of a name.
@@ -115,7 +120,10 @@ def chosen(registry: Registry, plan: Plan) -> list[Variant]:
     ]
     if plan.owed:
         owed = set(coverage(registry).owed)
+        sources = Sources(registry.root)
+        had = {} if known is None else {n: r.hash for n, r in known.variants.items() if r.same}
         wanted = [v for v in wanted if v.name in owed]
+        wanted = [v for v in wanted if had.get(v.name) != fingerprint(sources, v)]
     faults = [v for v in registry.variants if v.expected == "different"]
     return [*faults, *(v for v in wanted if v.expected != "different")]
 

@@ -9,79 +9,15 @@ import ast
 import hashlib
 import json
 import re
+import tokenize
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from samebits.checks.determinism.syntax import File, Function, canonical, dotted, names_in
 from samebits.checks.determinism.variant import RegistryError
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-# Fields that carry no meaning, or that not every Python version has.
-_UNREAD = frozenset({"ctx", "kind", "type_comment", "type_params", "lineno", "end_lineno"})
-
-
-@dataclass(eq=False)
-class File:
-    """One Python file: what its names stand for."""
-
-    path: Path
-    # From the root, with forward slashes.
-    subject: str
-    text: str
-
-    @cached_property
-    def tree(self) -> ast.Module:
-        """The syntax tree."""
-        try:
-            return ast.parse(self.text)
-        except SyntaxError as error:
-            raise RegistryError(f"{self.path} does not parse: {error}") from error
-
-    @cached_property
-    def definitions(self) -> dict[str, ast.stmt]:
-        """Functions, classes and constants of the module, by name."""
-        found: dict[str, ast.stmt] = {}
-        for node in _module_level(self.tree.body):
-            if isinstance(node, Function | ast.ClassDef):
-                found[node.name] = node
-            elif isinstance(node, ast.Assign):
-                found |= {t.id: node for t in node.targets if isinstance(t, ast.Name)}
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                found[node.target.id] = node
-        return found
-
-    @cached_property
-    def imports(self) -> dict[str, tuple[str, str | None]]:
-        """Local name -> (module, name in it or None for the module itself)."""
-        found: dict[str, tuple[str, str | None]] = {}
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    head = alias.name if alias.asname else alias.name.partition(".")[0]
-                    found[alias.asname or head] = (head, None)
-            elif isinstance(node, ast.ImportFrom):
-                module = "." * node.level + (node.module or "")
-                for alias in node.names:
-                    found[alias.asname or alias.name] = (module, alias.name)
-        return found
-
-    @cached_property
-    def functions(self) -> dict[str, Function]:
-        """Every function by its qualified name, nested ones too."""
-        return dict(_functions(self.tree, ""))
-
-    def is_jit(self, function: Function) -> bool:
-        """Return whether a decorator is Triton's (or Gluon's) ``jit``."""
-        for decorator in function.decorator_list:
-            called = decorator.func if isinstance(decorator, ast.Call) else decorator
-            name = _dotted(called)
-            head, _, rest = name.partition(".")
-            module, inside = self.imports.get(head, ("", None))
-            if (rest or inside or "").rpartition(".")[2] == "jit" and module.startswith("triton"):
-                return True
-        return False
 
 
 @dataclass(eq=False)
@@ -90,18 +26,22 @@ class Sources:
 
     root: Path
     _closures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _texts: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def files(self) -> dict[str, File]:
         """Every file by its path from the root."""
         found = {}
-        for path in sorted(self.root.rglob("*.py")):
+        for path in _python_files(self.root):
             subject = path.relative_to(self.root).as_posix()
-            if any(part.startswith(".") for part in subject.split("/")):
-                continue
             try:
-                found[subject] = File(path, subject, path.read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError) as error:
+                # As Python reads it: in the encoding that it names.
+                with tokenize.open(path) as file:
+                    found[subject] = File(path, subject, file.read())
+            except (OSError, UnicodeDecodeError, SyntaxError) as error:
+                # What Python cannot read holds no kernel; what may hold one must be read.
+                if path.is_file() and b"jit" not in path.read_bytes():
+                    continue
                 raise RegistryError(f"{path} cannot be read: {error}") from error
         return found
 
@@ -111,10 +51,44 @@ class Sources:
         return {
             f"{subject}:{name}": function
             for subject, file in self.files.items()
+            if self._may_have_kernels(file)
+            for name, function in file.functions.items()
+            if self.is_jit(file, function)
+        }
+
+    @cached_property
+    def _wrappers(self) -> set[tuple[str, str]]:
+        """(file, name) of functions that call ``triton.jit``: decorators of the folder's own."""
+        return {
+            (subject, name)
+            for subject, file in self.files.items()
             if "jit" in file.text
             for name, function in file.functions.items()
-            if file.is_jit(function)
+            if any(
+                isinstance(node, ast.Call) and file.names_jit(node.func)
+                for statement in function.body
+                for node in ast.walk(statement)
+                if not isinstance(node, Function)
+            )
         }
+
+    def _may_have_kernels(self, file: File) -> bool:
+        names = ("jit", *(name for _, name in self._wrappers))
+        return any(name in file.text for name in names)
+
+    def is_jit(self, file: File, function: Function) -> bool:
+        """Return whether Triton compiles a function: by a decorator, or by a call with it."""
+        if function.name in file.jitted.values():
+            return True
+        for decorator in function.decorator_list:
+            called = decorator.func if isinstance(decorator, ast.Call) else decorator
+            if file.names_jit(called):
+                return True
+            if self._wrappers:
+                place = self._resolve(file, dotted(called))
+                if place is not None and (place[0].subject, place[1]) in self._wrappers:
+                    return True
+        return False
 
     def closure(self, kernel: str) -> dict[str, Any]:
         """Return what decides the kernel's bits, by name: itself, what it names, its launches.
@@ -129,7 +103,7 @@ class Sources:
             found: dict[str, Any] = {}
             self._add(self.files[subject], name, self.kernels[kernel], found)
             for file, place, calls in self._launches.get(kernel, []):
-                found[f"launch {file.subject}:{place}"] = [_canonical(call) for call in calls]
+                found[f"launch {file.subject}:{place}"] = [canonical(call) for call in calls]
                 for call in calls:
                     self._follow(file, call, found, device_only=True)
             self._closures[kernel] = found
@@ -137,17 +111,24 @@ class Sources:
 
     def fingerprint(self, kernels: tuple[str, ...], config: Any) -> str:
         """Return the hash of the kernels' closures and of a configuration."""
-        closures = {kernel: self.closure(kernel) for kernel in sorted(set(kernels))}
-        text = json.dumps([closures, config], sort_keys=True, ensure_ascii=False)
+        # The JSON of [{kernel: closure, …}, config]; that of a closure is made once.
+        closures = (f"{_json(kernel)}: {self._spelled(kernel)}" for kernel in sorted(set(kernels)))
+        text = f"[{{{', '.join(closures)}}}, {_json(config)}]"
         return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def _spelled(self, kernel: str) -> str:
+        closure = self.closure(kernel)
+        if kernel not in self._texts:
+            self._texts[kernel] = _json(closure)
+        return self._texts[kernel]
 
     def _add(self, file: File, name: str, node: ast.AST, found: dict[str, Any]) -> None:
         key = f"{file.subject}:{name}"
         if key not in found:
-            found[key] = _canonical(node)
+            found[key] = canonical(node)
             # Decorators say how a function is launched; what they are belongs to the host.
             decorators = getattr(node, "decorator_list", [])
-            names = {name for decorator in decorators for name in _names(decorator)}
+            names = {name for decorator in decorators for name in names_in(decorator)}
             self._follow(file, node, found, unless=names)
 
     def _follow(
@@ -160,13 +141,13 @@ class Sources:
         unless: Collection[str] = (),
     ) -> None:
         """Add what ``node`` names; with ``device_only`` no more than functions for the device."""
-        for name in _names(node):
+        for name in names_in(node):
             place = self._resolve(file, name)
             if place is None:
                 continue
             where, local = place
             target = where.definitions[local]
-            jit = isinstance(target, Function) and where.is_jit(target)
+            jit = isinstance(target, Function) and self.is_jit(where, target)
             host = name in unless and isinstance(target, Function | ast.ClassDef)
             if (jit or not device_only) and not host:
                 self._add(where, local, target, found)
@@ -178,21 +159,25 @@ class Sources:
         """
         head, *rest = name.split(".")
         if head in file.definitions:
-            return file, head
-        if head not in file.imports or hops == 0:
+            return file, file.jitted.get(head, head)
+        if hops == 0:
             return None
+        if head not in file.imports:
+            starred = (self._file_of(file, module) for module in file.stars)
+            known = (self._resolve(f, head, hops=hops - 1) for f in starred if f is not None)
+            return next((place for place in known if place is not None), None)
         module, inside = file.imports[head]
         path = [*([inside] if inside else []), *rest]
         # The first parts of a dotted name may be modules: take as many as are files.
         for count in range(len(path) - 1, -1, -1):
-            parts = [module.rstrip(".") or module, *path[:count]]
-            where = self._file_of(file, ".".join(parts))
-            if where is None:
+            inner = ".".join(path[:count])
+            between = "." if inner and not module.endswith(".") else ""
+            where = self._file_of(file, f"{module}{between}{inner}")
+            if where is None or where is file:
                 continue
-            if path[count] in where.definitions:
-                return where, path[count]
-            if path[count] in where.imports:
-                return self._resolve(where, path[count], hops=hops - 1)
+            found = self._resolve(where, path[count], hops=hops - 1)
+            if found is not None:
+                return found
         return None
 
     def _file_of(self, file: File, module: str) -> File | None:
@@ -221,79 +206,40 @@ class Sources:
         )
         for file in self.files.values():
             # Most files launch nothing; parsing them takes time.
-            if not self.kernels or "](" not in file.text or not words.search(file.text):
+            if not self.kernels or "]" not in file.text or not words.search(file.text):
                 continue
             for name, function in file.functions.items():
-                calls = [] if file.is_jit(function) else _subscript_calls(function)
-                places = {self._resolve(file, n) for n in _names(function)} if calls else set()
+                calls = [] if self.is_jit(file, function) else _launching_calls(function)
+                places = {self._resolve(file, n) for n in names_in(function)} if calls else set()
                 for kernel in sorted(f"{p[0].subject}:{p[1]}" for p in places if p is not None):
                     if kernel in self.kernels:
                         found.setdefault(kernel, []).append((file, name, calls))
         return found
 
 
-def _subscript_calls(function: Function) -> list[ast.Call]:
-    return [
-        node
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
-    ]
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
-def _module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, those under ``if`` and ``try`` too."""
-    for node in body:
-        yield node
-        if isinstance(node, ast.If):
-            yield from _module_level([*node.body, *node.orelse])
-        elif isinstance(node, ast.Try):
-            handlers = [statement for handler in node.handlers for statement in handler.body]
-            yield from _module_level([*node.body, *handlers, *node.orelse])
+def _launching_calls(function: Function) -> list[ast.Call]:
+    """Return the calls ``…[grid](…)``, and those of names that were given a ``…[grid]``."""
+    calls, held = [], set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call):
+            calls.append(node)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
+            held |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return [c for c in calls if isinstance(c.func, ast.Subscript) or dotted(c.func) in held]
 
 
-def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
-    for child in ast.iter_child_nodes(node):
-        inside = prefix
-        if isinstance(child, Function):
-            yield prefix + child.name, child
-        if isinstance(child, Function | ast.ClassDef):
-            inside = f"{prefix}{child.name}."
-        yield from _functions(child, inside)
-
-
-def _dotted(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _names(node: ast.AST) -> list[str]:
-    """Return the names and dotted names in ``node``, in order, each once."""
-    found: dict[str, None] = {}
-    for child in ast.walk(node):
-        name = _dotted(child) if isinstance(child, ast.Attribute | ast.Name) else ""
-        if name and not name.startswith("."):
-            found[name] = None
-    return list(found)
-
-
-def _canonical(node: Any) -> Any:
-    """Return a syntax tree as lists that every Python version makes alike."""
-    if isinstance(node, list):
-        return [_canonical(item) for item in node]
-    if not isinstance(node, ast.AST):
-        return f"{type(node).__name__} {node!r}"
-    fields: list[Any] = [type(node).__name__]
-    for name, value in ast.iter_fields(node):
-        if name in _UNREAD or value is None or value == []:
+def _python_files(root: Path) -> Iterator[Path]:
+    """Yield the Python files below ``root``, but hidden ones, and those of installed packages."""
+    for path in sorted(root.iterdir()):
+        if path.name.startswith("."):
             continue
-        if name == "body" and isinstance(node, Function | ast.ClassDef):
-            value = _without_docstring(value)  # noqa: PLW2901
-        fields.append([name, _canonical(value)])
-    return fields
-
-
-def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
-    first = body[0]
-    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-    return body[1:] if is_text and isinstance(first.value.value, str) else body  # type: ignore[attr-defined]
+        if path.is_dir() and not path.is_symlink():
+            installed = path.name == "site-packages" or (path / "pyvenv.cfg").exists()
+            if not installed and path.name != "__pycache__":
+                yield from _python_files(path)
+        elif path.suffix == ".py":
+            yield path

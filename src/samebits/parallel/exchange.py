@@ -34,11 +34,11 @@ def take(rows: Tensor, index: Tensor, missing: float | None) -> Tensor:
     """
     if rows.shape[0] == 0:
         return rows.new_full((index.shape[0], *rows.shape[1:]), missing or 0.0)
+    found = rows.index_select(0, index.clamp(max=rows.shape[0] - 1))
     if missing is None:
-        return rows.index_select(0, index.clamp(max=rows.shape[0] - 1))
-    inside = index < rows.shape[0]
-    found = rows.index_select(0, torch.where(inside, index, 0))
-    return found.masked_fill_(~inside.view(-1, *(1,) * (rows.dim() - 1)), missing)
+        return found
+    beyond = (index >= rows.shape[0]).view(-1, *(1,) * (rows.dim() - 1))
+    return found.masked_fill_(beyond, missing)
 
 
 def exchange(
@@ -51,10 +51,9 @@ def exchange(
 ) -> Coming:
     """Send ``sent[r]`` rows to rank r; return ``total`` rows, those received first."""
     out = rows.new_empty(total, *rows.shape[1:])
-    given = rows[: sum(sent)].contiguous()
     work = dist.all_to_all_single(
-        _bytes(out[: sum(received)]),
-        _bytes(given),
+        _bytes(out, sum(received)),
+        _bytes(rows.contiguous(), sum(sent)),
         received,
         sent,
         group=group,
@@ -63,10 +62,11 @@ def exchange(
     return Coming(out, work)
 
 
-def _bytes(rows: Tensor) -> Tensor:
-    """Return the bytes of each row: every transport moves them."""
-    flat = rows.flatten(1) if rows.dim() > 1 else rows[:, None]
-    return flat.view(torch.uint8)
+def _bytes(rows: Tensor, count: int) -> Tensor:
+    """Return the bytes of each of the first rows: every transport moves them."""
+    if rows.dim() != 2:
+        rows = rows.flatten(1) if rows.dim() > 2 else rows[:, None]
+    return (rows if count == rows.shape[0] else rows[:count]).view(torch.uint8)
 
 
 @lru_cache(maxsize=256)

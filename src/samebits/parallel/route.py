@@ -73,9 +73,11 @@ class Route:
     def start(self, rows: Tensor) -> Coming:
         """Send ``rows`` as ``go`` does, and find the ids of what arrives meanwhile; a collective.
 
+        With a capacity on the stream that computes: a captured graph has no other.
+
         Determinism: exact copies.
         """
-        coming = self._leave(rows, None, True)
+        coming = self._leave(rows, None, self.places is None)
         _ = self.ids
         return coming
 

@@ -15,7 +15,7 @@ from textwrap import fill
 from samebits import Activation, Layout, Problem, ProbPlacement
 from samebits.activation import ACTIVATIONS
 from samebits.backends import BACKENDS
-from samebits.formats import FormatPair
+from samebits.formats import FormatPair, WeightFormat
 
 PAGE = Path(__file__).parent.parent / "docs" / "backends.md"
 DEVICES = ("cpu", "sm_80", "sm_90", "sm_100")
@@ -31,7 +31,7 @@ takes the first of {order} that runs a problem; a named backend runs it or raise
 around quantised weights, which have none), "inference" without them alone. A column says what is
 not refused, not what was measured: that is in the pages of the kernels.
 
-`reference` runs everything on every device of torch, with gradients.
+`reference` runs everything on every device of torch, with gradients but for activations in 8 bits.
 
 The options asked about: {options}.
 """
@@ -61,6 +61,15 @@ ACTIVATION_OPTIONS = {
     "soft cap of up": Activation(kind="situ", gate_softcap=4.0, up_softcap=25.0),
 }
 FORMATS = ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4")
+# Of activations in 8 bits, by the format of the weights.
+ROW_FORMATS = {"fp8_128x128": "fp8_1x128", "mxfp8": "mxfp8", "mxfp4": "mxfp8"}
+
+
+def _rows(weights: str, rows: str) -> Problem:
+    held = FormatPair.parse(weights)
+    return replace(PLAIN, format=held, row_format=WeightFormat.parse(rows))
+
+
 OPTIONS = {
     "interleaved rows": replace(PLAIN, layout=Layout(interleave=1)),
     "interleaved blocks": replace(PLAIN, layout=Layout(interleave=32)),
@@ -73,6 +82,7 @@ OPTIONS = {
     "count of valid tokens": replace(PLAIN, counted=True),
     "fp32 output": replace(PLAIN, out_dtype="fp32"),
     **{f"{k} weights": replace(PLAIN, format=FormatPair.parse(k)) for k in FORMATS},
+    **{f"{k} weights, {r} rows": _rows(k, r) for k, r in ROW_FORMATS.items()},
     "odd sizes": replace(PLAIN, H=63, F=41, E=7, K=3),
 }
 

@@ -28,5 +28,6 @@ def test_a_change_of_a_backend_changes_the_page(monkeypatch: pytest.MonkeyPatch)
 def test_the_reference_runs_everything_that_is_asked_about() -> None:
     for problem in backends_table.problems().values():
         for device in backends_table.DEVICES:
-            asked = replace(problem, device=device, grad=True)
+            # Activations in 8 bits have no gradient anywhere.
+            asked = replace(problem, device=device, grad=problem.row_format is None)
             assert BACKENDS["reference"].why_not(asked) is None

@@ -11,6 +11,7 @@ from samebits.backends.differentiable import run
 from samebits.backends.operator import autocast_dtype, compute
 from samebits.backends.options import Options
 from samebits.errors import must
+from samebits.formats.descriptor import WeightFormat, check_row_format
 from samebits.formats.weights import Parameters, QuantizedWeights
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
@@ -36,6 +37,7 @@ def experts(
     out: Tensor | None = None,
     weight_gradients: Destination | None = None,
     recompute: bool = False,
+    row_format: WeightFormat | None = None,
 ) -> Tensor:
     """Return each token's weighted sum over its experts, ``Σ_k p_k · expert_k(x)``.
 
@@ -60,6 +62,8 @@ def experts(
             None gives them to autograd. Without a gradient it is not looked at.
         recompute: Keep no output of the first projection for the backward, which computes it again:
             the inputs alone are kept, the bits are the same.
+        row_format: Quantise what is multiplied with quantised weights too (W8A8): ``ROWS_FP8``
+            beside FP8 blocks of 128 columns, ``MXFP8`` beside MXFP8 and MXFP4. Without a gradient.
 
     Returns:
         ``(T, H)``; differentiable in ``x``, the probabilities and every parameter. ``out``, where
@@ -75,7 +79,7 @@ def experts(
     """
     return _computed(
         x, routing, weights, activation, placement, backend, expert_start, out_dtype,
-        num_valid_tokens, out, weight_gradients, recompute, None,
+        num_valid_tokens, out, weight_gradients, recompute, row_format, None,
     )  # fmt: skip
 
 
@@ -92,11 +96,13 @@ def _computed(
     out: Tensor | None,
     weight_gradients: Destination | None,
     recompute: bool,
+    row_format: WeightFormat | None,
     offsets: Tensor | None,
 ) -> Tensor:
     """Return what ``experts`` does; ``offsets`` where rows are sorted, see ``Call``."""
     kind = None
-    if not torch.compiler.is_compiling() and isinstance(weights, ExpertWeights):
+    eager = row_format is None and not torch.compiler.is_compiling()
+    if eager and isinstance(weights, ExpertWeights):
         request = repetition.Request(
             x, routing, weights, activation, placement, backend, expert_start, out_dtype,
             num_valid_tokens, out, offsets,
@@ -114,6 +120,7 @@ def _computed(
         expert_start=expert_start,
         out_dtype=out_dtype,
         num_valid_tokens=num_valid_tokens,
+        row_format=row_format,
     )
     if offsets is not None:
         call = call._replace(offsets=offsets)
@@ -141,6 +148,7 @@ def checked(
     expert_start: int,
     out_dtype: torch.dtype | None,
     num_valid_tokens: Tensor | None,
+    row_format: WeightFormat | None = None,
 ) -> tuple[Call, Options, int]:
     """Return the call, its options and N, from the arguments of ``experts``; see there.
 
@@ -175,7 +183,10 @@ def checked(
         None if out_dtype == x.dtype else out_dtype,
         backend,
         weights.format if isinstance(weights, QuantizedWeights) else None,
+        row_format=row_format,
     )
+    if row_format is not None:
+        check_row_format(row_format, options.format)
     return call, options, num_experts
 
 
@@ -191,6 +202,7 @@ def grouped_experts(
     out_dtype: torch.dtype | None = None,
     weight_gradients: Destination | None = None,
     recompute: bool = False,
+    row_format: WeightFormat | None = None,
 ) -> Tensor:
     """Return each row's expert output, for callers that sorted their rows by expert already.
 
@@ -210,6 +222,7 @@ def grouped_experts(
         out_dtype: See ``experts``.
         weight_gradients: See ``experts``.
         recompute: See ``experts``.
+        row_format: See ``experts``.
 
     Returns:
         ``(R, H)``.
@@ -240,7 +253,7 @@ def grouped_experts(
     ids = torch.searchsorted(offsets[1:].contiguous(), indices, right=True)
     return _computed(
         rows, Routing(ids[:, None], row_probs[:, None]), weights, activation, placement, backend,
-        0, out_dtype, None, None, weight_gradients, recompute, offsets,
+        0, out_dtype, None, None, weight_gradients, recompute, row_format, offsets,
     )  # fmt: skip
 
 

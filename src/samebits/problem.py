@@ -19,7 +19,7 @@ from samebits.arguments import (
     require_type,
 )
 from samebits.errors import must
-from samebits.formats.descriptor import FormatPair
+from samebits.formats.descriptor import FormatPair, WeightFormat, check_row_format
 from samebits.weights import Layout
 
 
@@ -83,6 +83,9 @@ class Problem:
     layout: Layout = Layout()
     # Formats of the projections; None means that they are stored in dtype.
     format: FormatPair | None = None
+    # Format of the rows that are multiplied with quantised weights; None means that they stay in
+    # dtype.
+    row_format: WeightFormat | None = None
     # Dtype of each bias; None where there is none.
     gate_up_bias: str | None = None
     down_bias: str | None = None
@@ -108,8 +111,7 @@ class Problem:
         require_type("activation", self.activation, Activation)
         require_type("placement", self.placement, ProbPlacement)
         require_type("layout", self.layout, Layout)
-        if self.format is not None:
-            require_type("format", self.format, FormatPair)
+        _check_formats(self.format, self.row_format)
         for name in ("dtype", "gate_up_bias", "down_bias", "probs", "out_dtype"):
             value = getattr(self, name)
             if value is not None or name in ("dtype", "probs"):
@@ -157,6 +159,7 @@ class Problem:
             "placement": ProbPlacement,
             "layout": Layout.parse,
             "format": FormatPair.parse,
+            "row_format": WeightFormat.parse,
             "norm_eps": float,
             "counted": read_bool,
             "grad": read_bool,
@@ -166,6 +169,13 @@ class Problem:
         if missing:
             raise ValueError(must("the problem", f"state {', '.join(missing)}", repr(text)))
         return Problem(**values)
+
+
+def _check_formats(weights: FormatPair | None, row_format: WeightFormat | None) -> None:
+    if weights is not None:
+        require_type("format", weights, FormatPair)
+    if row_format is not None:
+        check_row_format(row_format, weights)
 
 
 @lru_cache(maxsize=64)

@@ -40,7 +40,7 @@ def test_operators_pass_opcheck(backend: str) -> None:
         weights.down_bias,
         *[None] * (INPUTS - 7),
     )
-    options = f"{problem.activation.key}|fc2_output|{problem.layout.key}|||{backend}||"
+    options = f"{problem.activation.key}|fc2_output|{problem.layout.key}|||{backend}|||"
     call = (*tensors, options, problem.E, 0)
     _, z = torch.ops.samebits.experts_forward(*call, True)
     gradient = (*tensors, z, torch.rand_like(inputs.x), options, problem.E, 0)

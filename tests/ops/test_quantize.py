@@ -1,14 +1,13 @@
-"""Activations in 8 bits: what is quantised, the scaled product, the layer, and scales in tiles."""
+"""Activations in 8 bits: what is quantised, the scaled product, and scales in tiles."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from samebits import Activation, ProbPlacement, Routing, UnsupportedError
+from samebits import Activation
 from samebits import activation as act
-from samebits.formats import FP8, MXFP4, MXFP8, QuantizedWeights, WeightFormat, dequantize, quantize
+from samebits.formats import FP8, MXFP4, MXFP8, WeightFormat
 from samebits.formats.packing import quantize_matrix
 from samebits.ops.quantize import (
     ROWS_FP8,
@@ -17,19 +16,16 @@ from samebits.ops.quantize import (
     scaled_product,
     swizzle_scales,
     unswizzle_scales,
-    w8a8_experts,
 )
 from samebits.ops.quantize.reference import quantize_rows
 from samebits.problem import Problem
 from samebits.routing import Permutation
-from samebits.testing.inputs import Inputs, exact, make_inputs
+from samebits.testing.inputs import make_inputs
 from samebits.testing.numerics import assert_bitwise_equal
-from samebits.weights import ExpertWeights, Layout
+from samebits.weights import Layout
 
 pytestmark = pytest.mark.reference
 
-# Rows, and the weights that go with them.
-PAIRS = [pytest.param(ROWS_FP8, FP8, id="fp8"), pytest.param(MXFP8, MXFP8, id="mxfp8")]
 GPT_OSS = Activation(alpha=1.702, limit=2.0, linear_offset=1.0)
 WHOLE = Problem(
     H=320,
@@ -127,144 +123,6 @@ def test_products_refuse_other_blocks() -> None:
         scaled_product(rows, quantize_matrix(torch.randn(1, 4, 128), MXFP8), 0)
     with pytest.raises(ValueError, match="row_format must be fp8_1x128 or mxfp8, got mxfp4"):
         quantize_rows(torch.randn(3, 128), MXFP4)
-
-
-def _quantised(inputs: Inputs, weight_format: WeightFormat) -> QuantizedWeights:
-    assert isinstance(inputs.weights, ExpertWeights)
-    return quantize(inputs.weights, weight_format)
-
-
-def _in_fp32(
-    problem: Problem, inputs: Inputs, weights: QuantizedWeights, row_format: WeightFormat
-) -> Tensor:
-    """Return the layer of the same quantised tensors, dequantised and multiplied in fp32."""
-    dense = dequantize(weights)
-    permutation = Permutation.of(inputs.routing.topk_ids, problem.E)
-    bounds = permutation.offsets.tolist()
-    probs = inputs.routing.topk_probs.reshape(-1)
-    out = torch.zeros(inputs.x.shape)
-    for expert in range(problem.E):
-        slots = permutation.slots[bounds[expert] : bounds[expert + 1]]
-        if not len(slots):
-            continue
-        p = probs[slots, None]
-        x = inputs.x[slots // problem.K]
-        if problem.placement == ProbPlacement.FC1_INPUT:
-            x = (x.float() * p).bfloat16()
-        x = quantize_rows(x, row_format).dequantize(torch.float32)[0]
-        z = (x @ dense.gate_up[expert].float().T + dense.gate_up_bias[expert].float()).bfloat16()
-        row_p = p[:, 0] if problem.placement == ProbPlacement.FC2_INPUT else None
-        h = activation_and_quantize(z, problem.activation, problem.layout, row_p, row_format)
-        y = h.dequantize(torch.float32)[0] @ dense.down[expert].float().T
-        bias = dense.down_bias[expert].float()
-        y = y + (bias * p if row_p is not None else bias)
-        y = y.bfloat16().float()
-        out.index_add_(0, slots // problem.K, y * p if problem.placement == "fc2_output" else y)
-    return out.bfloat16()
-
-
-@pytest.mark.parametrize("placement", list(ProbPlacement))
-@pytest.mark.parametrize(("row_format", "weight_format"), PAIRS)
-def test_layer_is_as_accurate_as_its_tensors(
-    row_format: WeightFormat, weight_format: WeightFormat, placement: ProbPlacement
-) -> None:
-    problem = replace(WHOLE, placement=placement)
-    inputs = make_inputs(problem, 24)
-    weights = _quantised(inputs, weight_format)
-    oracle = exact(problem, inputs)["out"]
-
-    got = w8a8_experts(
-        inputs.x, inputs.routing, weights, GPT_OSS, row_format=row_format, placement=placement
-    )
-
-    allowed = _in_fp32(problem, inputs, weights, row_format)
-    errors = [float((out.double() - oracle).norm() / oracle.norm()) for out in (got, allowed)]
-    assert 0 < errors[0] <= 1.05 * errors[1]
-
-
-def test_layer_rows_are_independent() -> None:
-    problem = replace(WHOLE, grad=False)
-    inputs = make_inputs(problem, 13)
-    weights = _quantised(inputs, FP8)
-
-    def layer(x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
-        return w8a8_experts(x, Routing(ids, probs), weights, GPT_OSS, row_format=ROWS_FP8)
-
-    tensors = (inputs.x, inputs.routing.topk_ids, inputs.routing.topk_probs)
-    whole = layer(*tensors)
-
-    for rows in (slice(0, 1), slice(12, 13), slice(3, 9)):
-        assert_bitwise_equal(layer(*(t[rows] for t in tensors)), whole[rows])
-    inputs.x[5] = torch.nan
-    again = layer(*tensors)
-    assert again[5].isnan().all()
-    assert_bitwise_equal(again[:5], whole[:5])
-
-
-def test_layer_refuses_what_it_has_not() -> None:
-    inputs = make_inputs(replace(WHOLE, norm_eps=1e-5), 3)
-    weights = _quantised(inputs, FP8)
-
-    with pytest.raises(UnsupportedError, match="neither a post-expert norm nor fp64"):
-        w8a8_experts(inputs.x, inputs.routing, weights, GPT_OSS, row_format=ROWS_FP8)
-    bare = replace(weights, norm=None, norm_scale=None)
-    with pytest.raises(ValueError, match=r"x must be torch.bfloat16 of shape \(T, 320\)"):
-        w8a8_experts(inputs.x.float(), inputs.routing, bare, GPT_OSS, row_format=ROWS_FP8)
-    with pytest.raises(ValueError, match="have the blocks of the rows"):
-        w8a8_experts(inputs.x, inputs.routing, bare, GPT_OSS, row_format=MXFP8)
-
-
-def test_layer_refuses_what_a_layer_refuses() -> None:
-    """Ids out of range were dropped, missing tokens left out."""
-    problem = replace(WHOLE, grad=False)
-    inputs = make_inputs(problem, 4)
-    weights, routing = _quantised(inputs, FP8), inputs.routing
-    ids, probs = routing.topk_ids, routing.topk_probs
-
-    def layer(x=inputs.x, routing=routing, activation=GPT_OSS, row_format=ROWS_FP8):
-        return w8a8_experts(x, routing, weights, activation, row_format=row_format)
-
-    for changed, message in (
-        (
-            {"routing": Routing(ids * 0 + 6, probs)},
-            r"topk_ids must be in \[0, N\) with N = 5, .* 6",
-        ),
-        ({"routing": Routing(ids * 0 - 2, probs)}, r"topk_ids must be in \[0, N\) .* got -2"),
-        ({"routing": Routing(ids[:3], probs[:3])}, r"topk_ids must have shape \(4, K\)"),
-        ({"routing": Routing(ids[:, :0], probs[:, :0])}, r"topk_ids must have shape \(4, K\)"),
-        ({"routing": Routing(ids.clamp(max=2), probs, 3)}, "num_experts must be at least E = 5"),
-        ({"x": inputs.x[0]}, r"x must be .* got torch.bfloat16 of shape \(320,\)"),
-        ({"activation": Activation(kind="relu", gated=False)}, r"gate_up must have 1 \* F = 192"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            layer(**changed)
-    for changed, message in (
-        ({"x": None}, "x must be a Tensor"),
-        ({"routing": ids}, "routing must be a Routing"),
-        ({"activation": "silu"}, "activation must be an Activation"),
-        ({"row_format": "mxfp8"}, "row_format must be a WeightFormat"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            layer(**changed)
-    # A model of more experts than are held here.
-    more = layer(routing=Routing(torch.where(ids == 0, 7, ids), probs, 9))
-    assert_bitwise_equal(more, layer(routing=Routing(torch.where(ids == 0, -1, ids), probs)))
-
-
-@pytest.mark.parametrize(("row_format", "weight_format"), [(MXFP8, MXFP8), (MXFP8, MXFP4)], ids=str)
-def test_layer_under_autocast_is_the_layer(
-    row_format: WeightFormat, weight_format: WeightFormat
-) -> None:
-    inputs = make_inputs(replace(WHOLE, grad=False), 4)
-    weights = _quantised(inputs, weight_format)
-
-    def layer() -> Tensor:
-        return w8a8_experts(inputs.x, inputs.routing, weights, GPT_OSS, row_format=row_format)
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        within = layer()
-
-    assert_bitwise_equal(within, layer())
 
 
 def test_products_are_of_one_matrix_each() -> None:

@@ -48,8 +48,7 @@ def choose(backend: str, problem: Problem) -> ModuleType:
             if reason is None:
                 return BACKENDS[name]
         lines = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
-        hint = 'hint: backend="reference" runs anywhere'
-        raise UnsupportedError(f"no backend can run Problem({problem})\n{lines}\n{hint}")
+        raise UnsupportedError(f"no backend can run Problem({problem})\n{lines}")
     if reasons[backend] is not None:
         able = [name for name, reason in reasons.items() if reason is None]
         hint = f"hint: {', '.join(able)} can" if able else "hint: no other backend can either"

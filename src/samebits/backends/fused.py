@@ -31,6 +31,8 @@ def why_not(problem: Problem) -> str | None:
     """
     if not problem.device.startswith("sm_"):
         return f"it needs an NVIDIA GPU, not {problem.device}"
+    if problem.row_format is not None:
+        return "it has no activations in 8 bits"
     return why_no_kernels(problem)
 
 

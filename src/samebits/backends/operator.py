@@ -46,6 +46,7 @@ def _problem(
         placement=options.placement,
         layout=options.layout,
         format=options.format,
+        row_format=options.row_format,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
         probs=probs,

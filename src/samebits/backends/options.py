@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from samebits.activation import Activation
-from samebits.formats.descriptor import FormatPair
+from samebits.formats.descriptor import FormatPair, WeightFormat
 from samebits.problem import DTYPE_NAMES, DTYPES, ProbPlacement
 from samebits.weights import Layout, PostExpertNorm
 
@@ -23,6 +23,8 @@ class Options(NamedTuple):
     format: FormatPair | None = None
     # A backward follows that gets no z.
     recompute: bool = False
+    # Of activations in 8 bits.
+    row_format: WeightFormat | None = None
 
     # A method: torch 2.10 cannot trace a property of a named tuple.
     def text(self) -> str:
@@ -38,6 +40,7 @@ class Options(NamedTuple):
             self.backend,
             "" if self.format is None else self.format.key,
             "recompute" if self.recompute else "",
+            "" if self.row_format is None else self.row_format.key,
         )
         return "|".join(parts)
 
@@ -49,7 +52,7 @@ class Options(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Options:
-    activation, placement, layout, norm, out, backend, stored, recompute = text.split("|")
+    activation, placement, layout, norm, out, backend, stored, recompute, rows = text.split("|")
     return Options(
         Activation.parse(activation),
         ProbPlacement(placement),
@@ -59,4 +62,5 @@ def _parse(text: str) -> Options:
         backend,
         FormatPair.parse(stored) if stored else None,
         bool(recompute),
+        WeightFormat.parse(rows) if rows else None,
     )

@@ -12,13 +12,17 @@ from torch import Tensor
 
 from samebits import activation as act
 from samebits.autograd import recording
+from samebits.backends import eight_bits
 from samebits.backends.call import (
     DIFFERENTIABLE,
     Call,
     Gradients,
     accumulate_dtype,
+    quantized,
     weights_of_experts,
 )
+from samebits.ops.quantize.reference import quantize_rows
+from samebits.ops.scaled_gemm.reference import scaled_product
 from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.routing import Permutation
 from samebits.weight_gradients import Buffer
@@ -28,11 +32,11 @@ NAME = "reference"
 
 
 def why_not(problem: Problem) -> str | None:
-    """Return None: the reference runs every problem, on any device that torch has.
+    """Return why not; the reference runs nearly every problem, on any device that torch has.
 
     Determinism: pure function of the problem.
     """
-    return None
+    return eight_bits.why_not(problem)
 
 
 def notes(problem: Problem) -> str | None:
@@ -143,8 +147,7 @@ def _expert(
     x = x.to(wide)
     if problem.placement == ProbPlacement.FC1_INPUT:
         x = _round(x * p)
-    only = slice(expert, expert + 1)
-    z = x @ weights_of_experts(problem, call, "gate_up", only)[0].to(wide).T
+    z = _product(problem, call, "gate_up", expert, x)
     if call.gate_up_bias is not None:
         z = z + call.gate_up_bias[expert].to(wide)
     z = _round(z)
@@ -152,7 +155,7 @@ def _expert(
     h = act.apply(problem.activation, gate, up)
     if problem.placement == ProbPlacement.FC2_INPUT:
         h = h * p
-    y = _round(h) @ weights_of_experts(problem, call, "down", only)[0].to(wide).T
+    y = _product(problem, call, "down", expert, _round(h))
     if call.down_bias is not None:
         bias = call.down_bias[expert].to(wide)
         y = y + (p * bias if problem.placement == ProbPlacement.FC2_INPUT else bias)
@@ -160,6 +163,15 @@ def _expert(
         y = y * call.norm_scale.to(wide)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + problem.norm_eps)
     return z, _round(y)
+
+
+def _product(problem: Problem, call: Call, name: str, expert: int, rows: Tensor) -> Tensor:
+    """Return the product of rows with an expert's projection, not yet rounded."""
+    only = slice(expert, expert + 1)
+    if problem.row_format is None:
+        return rows @ weights_of_experts(problem, call, name, only)[0].to(rows.dtype).T
+    matrix = quantized(problem, call, name).select(only)
+    return scaled_product(quantize_rows(rows, problem.row_format), matrix, 0)
 
 
 def _connect(out: Tensor, call: Call) -> Tensor:

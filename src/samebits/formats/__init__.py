@@ -32,6 +32,7 @@ from samebits.formats.descriptor import FP8 as FP8
 from samebits.formats.descriptor import MXFP4 as MXFP4
 from samebits.formats.descriptor import MXFP8 as MXFP8
 from samebits.formats.descriptor import NVFP4 as NVFP4
+from samebits.formats.descriptor import ROWS_FP8 as ROWS_FP8
 from samebits.formats.descriptor import FormatPair as FormatPair
 from samebits.formats.descriptor import WeightFormat as WeightFormat
 from samebits.formats.matrix import QuantizedMatrix as QuantizedMatrix

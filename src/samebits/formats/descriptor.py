@@ -199,3 +199,34 @@ FP8 = WeightFormat(name="fp8", block=(128, 128))
 MXFP8 = WeightFormat(name="mxfp8")
 MXFP4 = WeightFormat(name="mxfp4")
 NVFP4 = WeightFormat(name="nvfp4")
+# Of rows of activations, beside weights in FP8 blocks of 128 columns.
+ROWS_FP8 = WeightFormat(name="fp8", block=(1, 128))
+
+
+def require_rows(row_format: WeightFormat) -> None:
+    """Raise unless ``row_format`` is a format of rows of activations.
+
+    Raises:
+        TypeError: It is no format.
+        ValueError: It is none of rows: a block has several, or its values are no E4M3.
+    """
+    require_type("row_format", row_format, WeightFormat)
+    if row_format.rows != 1 or row_format.values != "e4m3":
+        raise ValueError(must("row_format", "be fp8_1x128 or mxfp8", row_format))
+
+
+def check_row_format(row_format: WeightFormat, weights: FormatPair | None) -> None:
+    """Raise unless rows of activations in ``row_format`` can be multiplied with such weights.
+
+    Raises:
+        TypeError: ``row_format`` is no format.
+        ValueError: It is none of rows, or its scales and columns are not those of the weights; None
+            are weights that are not quantised.
+    """
+    require_rows(row_format)
+    if weights is None:
+        raise ValueError(must("row_format", "be None where weights are not quantised", row_format))
+    for name, held in (("gate_up", weights.gate_up), ("down", weights.down)):
+        if (held.scales, held.columns) != (row_format.scales, row_format.columns):
+            rule = f"have the scales and the columns of the weights' blocks ({name}: {held})"
+            raise ValueError(must("row_format", rule, row_format))

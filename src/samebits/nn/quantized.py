@@ -7,7 +7,7 @@ from samebits.activation import Activation
 from samebits.arguments import require_type
 from samebits.backends import check_name
 from samebits.experts import experts
-from samebits.formats.descriptor import SCALES, VALUES
+from samebits.formats.descriptor import SCALES, VALUES, WeightFormat, check_row_format
 from samebits.formats.matrix import QuantizedMatrix
 from samebits.formats.weights import QuantizedWeights
 from samebits.nn.experts import Experts
@@ -34,10 +34,12 @@ class QuantizedExperts(nn.Module):
         activation: The function between the projections; its default is plain SwiGLU.
         placement: Where the probability is multiplied in.
         backend: "auto", or the name of one backend, which then runs the layer or raises.
+        row_format: Quantise activations too, see ``samebits.experts``; then it is another layer.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The placement or the backend is unknown.
+        ValueError: The placement or the backend is unknown, or ``row_format`` does not go with the
+            format of the weights.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class QuantizedExperts(nn.Module):
         *,
         placement: ProbPlacement = ProbPlacement.FC2_OUTPUT,
         backend: str = "auto",
+        row_format: WeightFormat | None = None,
     ) -> None:
         super().__init__()
         require_type("weights", weights, QuantizedWeights)
@@ -55,6 +58,9 @@ class QuantizedExperts(nn.Module):
         self.activation = activation
         self.placement = ProbPlacement(placement)
         self.backend = backend
+        if row_format is not None:
+            check_row_format(row_format, weights.format)
+        self.row_format = row_format
         self.layout: Layout = weights.layout
         self.norm = weights.norm
         self.format = weights.format
@@ -109,7 +115,7 @@ class QuantizedExperts(nn.Module):
     ) -> Tensor:
         """Return each token's weighted sum over its experts; see ``samebits.nn.Experts``.
 
-        Determinism: bit for bit that of the dequantised layer.
+        Determinism: bit for bit that of the dequantised layer, without a ``row_format``.
         """
         return experts(
             x,
@@ -121,6 +127,7 @@ class QuantizedExperts(nn.Module):
             expert_start=expert_start,
             out_dtype=out_dtype,
             num_valid_tokens=num_valid_tokens,
+            row_format=self.row_format,
         )
 
     @property
@@ -134,6 +141,7 @@ class QuantizedExperts(nn.Module):
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, format={self.format}, "
             f"dtype={self.dtype}, activation={self.activation.key}, layout={self.layout}"
+            + ("" if self.row_format is None else f", row_format={self.row_format}")
         )
 
 

@@ -148,6 +148,8 @@ def options_of(problem: Problem, num_valid_tokens: Tensor | None) -> dict[str, A
         options["out_dtype"] = DTYPES[problem.result_dtype]
     if num_valid_tokens is not None:
         options["num_valid_tokens"] = num_valid_tokens
+    if problem.row_format is not None:
+        options["row_format"] = problem.row_format
     return options
 
 
@@ -190,6 +192,7 @@ def widened(problem: Problem) -> Problem:
         gate_up_bias=None if problem.gate_up_bias is None else "fp64",
         down_bias=None if problem.down_bias is None else "fp64",
         format=None,
+        row_format=None,
         device="cpu",
     )
 

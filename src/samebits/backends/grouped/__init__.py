@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samebits.backends import device_gradients
 from samebits.backends.call import Call, Gradients
-from samebits.backends.grouped import device, host, host_gradients
+from samebits.backends.grouped import device, eight_bits, host, host_gradients
 from samebits.problem import Problem
 from samebits.weight_gradients import Buffer
 
@@ -23,7 +23,9 @@ def why_not(problem: Problem) -> str | None:
     Determinism: pure function of the problem.
     """
     if problem.device != "cpu":
-        return device.why_not(problem)
+        return device.why_not(problem) or eight_bits.why_not(problem)
+    if problem.row_format is not None:
+        return "it has activations in 8 bits on a GPU, not on cpu"
     return None
 
 
@@ -44,6 +46,8 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     """
     if problem.device == "cpu":
         return host.forward(problem, call, save=save)
+    if problem.row_format is not None:
+        return eight_bits.forward(problem, call)
     return device.forward(problem, call, save=save)
 
 

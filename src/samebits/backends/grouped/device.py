@@ -82,7 +82,7 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     on_hidden = factors(problem, call)[ProbPlacement.FC2_INPUT]
     operands = Operands(
         z,
-        row_probs=None if on_hidden is None else _by_row(on_hidden, metadata.slots),
+        row_probs=None if on_hidden is None else probs_by_row(on_hidden, metadata.slots),
         num_rows=metadata.offsets[-1:],
     )
     h = launch_activation_forward(operands, problem.activation, problem.layout)
@@ -101,7 +101,10 @@ def forward(problem: Problem, call: Call, *, save: bool) -> tuple[Tensor, Tensor
     return out, z if save else z.new_empty(0, z.shape[1])
 
 
-def _by_row(probs: Tensor, slots: Tensor) -> Tensor:
-    """Return the probability of each row; rows of no slot get any slot's."""
+def probs_by_row(probs: Tensor, slots: Tensor) -> Tensor:
+    """Return the probability of each row; rows of no slot get any slot's.
+
+    Determinism: exact.
+    """
     flat = probs.reshape(-1)
     return torch.index_select(flat, 0, slots.clamp(max=max(flat.shape[0] - 1, 0)))

@@ -5,15 +5,11 @@ from torch import Tensor
 
 from samebits import activation as act
 from samebits.activation import Activation
-from samebits.arguments import require_type
-from samebits.errors import must
-from samebits.formats.descriptor import WeightFormat
+from samebits.formats.descriptor import WeightFormat, require_rows
 from samebits.formats.matrix import QuantizedMatrix
 from samebits.formats.packing import ScaleRule, quantize_matrix
 from samebits.ops.permute.reference import permute
 from samebits.weights import Layout, split_gate_up
-
-ROWS_FP8 = WeightFormat(name="fp8", block=(1, 128))
 
 
 def permute_and_quantize(
@@ -24,17 +20,9 @@ def permute_and_quantize(
     row_format: WeightFormat,
     scale_rule: ScaleRule | None = None,
 ) -> QuantizedMatrix:
-    """Return the rows of ``samebits.ops.permute.permute`` in a format, ``(1, R, H)``.
+    """Return ``(1, R, H)``; see ``samebits.ops.quantize.permute_and_quantize``.
 
-    Args:
-        x: ``(T, H)``.
-        inverse: ``(R,)`` row of each slot; R for a dropped one.
-        topk: K.
-        probs: ``(T, K)``: rows are ``D(fp32(x) * p)``, and that is quantised; None: x itself.
-        row_format: ``ROWS_FP8`` or ``MXFP8``.
-        scale_rule: See ``samebits.formats.packing``.
-
-    Determinism: exact; a row depends on its token and probability only. Rows of no slot are zeros.
+    Determinism: exact; a row depends on its token and probability only.
     """
     return quantize_rows(permute(x, inverse, topk, probs), row_format, scale_rule)
 
@@ -47,15 +35,7 @@ def activation_and_quantize(
     row_format: WeightFormat,
     scale_rule: ScaleRule | None = None,
 ) -> QuantizedMatrix:
-    """Return ``h`` in a format, ``(1, R, F)``.
-
-    Args:
-        z: ``(R, 2F or F)``, rounded to D.
-        activation: The function; its clamps come before everything else.
-        layout: Order of gate and up in the columns of ``z``.
-        row_probs: ``(R,)`` where the probability goes here; then ``h = D(fp32(act(z)) * p)``.
-        row_format: ``ROWS_FP8`` or ``MXFP8``.
-        scale_rule: See ``samebits.formats.packing``.
+    """Return ``h``, ``(1, R, F)``; see ``samebits.ops.quantize.activation_and_quantize``.
 
     Determinism: exact but for the activation's functions; a row depends on its own z and p only.
     """
@@ -78,7 +58,5 @@ def quantize_rows(
 
     Determinism: exact; a row depends on itself only.
     """
-    require_type("row_format", row_format, WeightFormat)
-    if row_format.rows != 1 or row_format.values != "e4m3":
-        raise ValueError(must("row_format", "be fp8_1x128 or mxfp8", row_format))
+    require_rows(row_format)
     return quantize_matrix(rows[None], row_format, scale_rule)

@@ -22,7 +22,7 @@ from samebits.activation import Activation
 from samebits.formats import FP8, MXFP4, MXFP8, NVFP4
 from samebits.ops.dequantize.kernel import launch_dequantize
 from samebits.ops.dequantize.tuning import Config as CopyConfig
-from samebits.ops.indirect_gemm.kernel import launch_first_projection, launch_second_projection
+from samebits.ops.indirect_gemm import kernel as used
 from samebits.ops.indirect_gemm.tuning import Config, heuristic
 from samebits.ops.permute.reference import tiles
 from samebits.routing import Permutation
@@ -81,17 +81,17 @@ class Inputs:
             self.tables[which, block_r] = tiles(offsets, slots.numel(), block_r)
         return self.tables[which, block_r]
 
-    def first(self, which, weights, config):
+    def first(self, which, weights, config, kernels=used):
         x, slots, _ = self.sets[which]
-        return launch_first_projection(
+        return kernels.launch_first_projection(
             x, slots, self.tiles(which, config.block_r), weights, ACTIVATION, None, config,
             topk=self.problem.K, gather=True, save=False,
         )[0]  # fmt: skip
 
-    def second(self, which, h, matrix, config):
+    def second(self, which, h, matrix, config, kernels=used):
         _, slots, _ = self.sets[which]
         table = self.tiles(which, config.block_r)
-        return launch_second_projection(h[which], slots, table, matrix, None, None, config)
+        return kernels.launch_second_projection(h[which], slots, table, matrix, None, None, config)
 
 
 def timed(function, sets, repeats):

@@ -1,6 +1,7 @@
 """What each rank of two runs where the ranks were not given the same: the errors they get."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,21 @@ def frozen_scale_on_one_rank() -> list[str]:
     parallelize_module(module, init_device_mesh("cpu", (2,)), {"experts": ExpertParallel()})
     module.experts.norm_scale.requires_grad_(dist.get_rank() == 0)
     return errors_of(lambda: module(torch.zeros(3, HIDDEN)))
+
+
+def numbers_of_experts() -> list[str]:
+    """Return the error where rank 1 knows of more experts, in the layer and in ``dispatch``."""
+    group = dist.group.WORLD
+    assert group is not None
+    device = torch.device("cpu")
+    case = replace(CASE, bounds=(0, 2, 4 + 9 * dist.get_rank()))
+    given, ranks = draw(case, device), ranks_of(case, group, device)
+    mine = part(case, given, ranks.rank)
+    routing = Routing(mine["topk_ids"], mine["topk_probs"])
+    return errors_of(
+        lambda: over_ranks(case, given, ranks),
+        lambda: dispatch(mine["x"], routing, ranks),
+    )
 
 
 def capacities() -> list[str]:

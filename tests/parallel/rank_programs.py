@@ -414,6 +414,24 @@ def leave(rank: int) -> None:
         over_ranks(case, draw(case, device), ranks_of(case, _world(), device))
 
 
+def leave_with_rows_underway(rank: int) -> None:
+    """End ``rank`` after its rows have left and before it waits for those of the others."""
+    start = route.Route.start
+
+    def started(self: route.Route, rows: Tensor) -> object:
+        coming = start(self, rows)
+        if dist.get_rank() == rank:
+            import os
+
+            os._exit(1)
+        return coming
+
+    case = Case(tokens=(2,) * dist.get_world_size(), bounds=(0, 2, 4))
+    device = torch.device("cpu")
+    with patch.object(route.Route, "start", started):
+        over_ranks(case, draw(case, device), ranks_of(case, _world(), device))
+
+
 def _world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None

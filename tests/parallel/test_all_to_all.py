@@ -4,13 +4,14 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from rank_processes import Processes
+from rank_processes import Processes, Program
 from rank_programs import (
     Case,
     disagree,
     gradients_that_exist,
     ids_out_of_range,
     leave,
+    leave_with_rows_underway,
     overflow,
     ranks_that_are_refused,
     repeated_calls,
@@ -212,12 +213,13 @@ def test_ids_out_of_range_on_one_rank_raise_everywhere(two_ranks: Processes) -> 
     ]
 
 
-def test_a_killed_rank_ends_the_others() -> None:
+@pytest.mark.parametrize("program", [leave, leave_with_rows_underway])
+def test_a_killed_rank_ends_the_others(program: Program) -> None:
     processes = Processes(2, timeout=10)
     try:
         processes.run(same_bits, [])
         start = time.monotonic()
-        (survived, error), (_, gone) = processes.outcomes(leave, 1)
+        (survived, error), (_, gone) = processes.outcomes(program, 1)
     finally:
         processes.close()
 

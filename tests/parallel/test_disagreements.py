@@ -7,6 +7,7 @@ from disagreement_programs import (
     frozen_scale_on_one_rank,
     ids_that_are_no_experts,
     inference_beside_training,
+    numbers_of_experts,
     placements_by_rank,
     refused_calls,
 )
@@ -25,6 +26,12 @@ def test_ids_that_are_no_experts(two_ranks: Processes) -> None:
 def test_placements_by_rank(two_ranks: Processes) -> None:
     for rank, (message,) in enumerate(two_ranks.run(placements_by_rank)):
         assert f"must be alike on every rank, got another one on ranks [{1 - rank}]" in message
+
+
+def test_numbers_of_experts(two_ranks: Processes) -> None:
+    for rank, messages in enumerate(two_ranks.run(numbers_of_experts)):
+        for message in messages:
+            assert f"must be alike on every rank, got another one on ranks [{1 - rank}]" in message
 
 
 def test_inference_mode_beside_gradients(two_ranks: Processes) -> None:

@@ -27,8 +27,8 @@ from samebits.routing import require_ids
 
 # Its name from torch 2.13 on, where the older one warns.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Numbers before the offsets in what a rank tells the others.
-_HEADER = 2
+# The least numbers that a rank tells the others: messages of other lengths would not be compared.
+_LEAST = 512
 # Bits beside the caller's wishes: that all stop, and that here no backward can follow.
 _STOP, _INFERENCE = 1 << 16, 1 << 17
 
@@ -129,7 +129,7 @@ class Departure:
     agreement: str
     # What is wrong with the ids here: raised at once, it would let the others wait.
     wrong: ValueError | None
-    # (W, 2 + N + 1) int32, from each rank: its wishes, a hash of its agreement, its offsets.
+    # (W, …) int32, from each rank: its wishes, a hash of its agreement, …, its N + 1 offsets.
     told: Tensor
     # The same on the host, once ``copied`` has happened; not with a capacity.
     heard: Tensor
@@ -150,8 +150,9 @@ class Departure:
         Determinism: exact integers.
         """
         ranks, held = self.ranks, self.ranks.held
-        first, last = _HEADER + held.start, _HEADER + held.stop
         slots, _, inverse, _ = self.metadata
+        start = self.told.shape[1] - ranks.num_experts - 1
+        first, last = start + held.start, start + held.stop
         offsets = self.told[:, first : last + 1]
         if ranks.capacity is not None:
             sizes = [ranks.capacity.rows] * ranks.size
@@ -169,9 +170,9 @@ class Departure:
         )
         _check_agreement(hashes, ranks.rank, self.agreement)
         wished = self._agreed(reduce(or_, wishes))
-        mine = self.heard[ranks.rank, _HEADER:].tolist()
-        sent = [mine[stop] - mine[start] for start, stop in pairwise(ranks.bounds)]
-        received = [stop - start for start, stop in zip(starts, stops, strict=True)]
+        mine = self.heard[ranks.rank, start:].tolist()
+        sent = [mine[after] - mine[bound] for bound, after in pairwise(ranks.bounds)]
+        received = [after - bound for bound, after in zip(starts, stops, strict=True)]
         arriving = room_for(sum(received)) if roomy else sum(received)
         return Route(ranks, slots, inverse, self.topk, arriving, wished, sent, received, offsets)
 
@@ -234,7 +235,9 @@ def depart(
     check_slots(topk_ids, ranks.num_experts, num_valid_tokens)
     metadata = sort(topk_ids, ranks.num_experts, num_valid_tokens)
     told_too = (0 if wrong is None else _STOP) | torch.is_inference_mode_enabled() * _INFERENCE
-    header = wishes | told_too, zlib.crc32(agreement.encode()) >> 1
+    most = ranks.num_experts + 3
+    room = max(_LEAST, 1 << (most - 1).bit_length()) - most
+    header = wishes | told_too, zlib.crc32(agreement.encode()) >> 1, *(0,) * room
     mine = torch.cat((on_device(header, topk_ids.device, torch.int32), metadata.offsets))
     told = mine.new_empty(ranks.size * mine.shape[0])
     _gather(told, mine, group=ranks.group)

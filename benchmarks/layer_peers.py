@@ -58,8 +58,10 @@ def _transformers(problem, weights, implementation):
     config._experts_implementation = implementation
     with torch.device("meta"):
         module = Qwen3MoeExperts(config)
-    module.gate_up_proj = torch.nn.Parameter(weights.gate_up, requires_grad=False)
-    module.down_proj = torch.nn.Parameter(weights.down, requires_grad=False)
+    for name, tensor in (("gate_up_proj", weights.gate_up), ("down_proj", weights.down)):
+        # The tensors themselves, not parameters of the same memory: they may want gradients.
+        delattr(module, name)
+        setattr(module, name, tensor)
     return lambda x, ids, probs: module(x, ids, probs.to(x.dtype))
 
 

@@ -6,10 +6,11 @@ Gradients are compared with fp64 first, on one expert and one token. Up to 1024 
 CUDA graph, above it is launched plainly. floor = max(18·R·H·F / 790 TFLOP/s, bytes / 4.3 TB/s):
 touched weights read twice and their gradients written, tokens in and out of both passes.
 ``memory``: peak beyond parameters, gradients and inputs. ``host``: time of a step for which nothing
-waits. Routing ``half``: half of all slots on one expert. Routings other than uniform, gpt-oss'
-options (``--options``) and ``recompute=True`` (``--recompute``) are timed last, for
-``--extra-shapes`` and ``--extra-tokens``. Without peers of this run, recorded ones count at their
-own machine's speed.
+waits. Routing ``half``: half of all slots on one expert; ``one``: every token's first choice is.
+Routings other than uniform, gpt-oss' options (``--options``) and ``recompute=True``
+(``--recompute``) are timed last, for ``--extra-shapes`` and ``--extra-tokens``. Without peers of
+this run, recorded ones count at their own machine's speed. ``--kernels`` adds each kernel's time in
+a step. The file is written after every cell; no cell starts after ``--seconds``.
 """
 
 import argparse
@@ -19,19 +20,29 @@ import statistics
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
 from layer import captured, kernel_hash, launched, timed
 from layer_cases import sets_of, weights_of
-from layer_peers import peers_of
 from timing import clocks, compile_in_processes
-from training_steps import check, compile_pass, floor_ms, half_on_one, host_ms, memory_of, step_of
+from training_peers import FAULTS, RECORDED, peers_of
+from training_steps import (
+    check,
+    compile_pass,
+    floor_ms,
+    half_on_one,
+    host_ms,
+    host_parts,
+    kernels_of,
+    memory_of,
+    step_of,
+)
 
 from samebits import env
 from samebits.activation import Activation
+from samebits.backends import passes
 from samebits.experts import experts
 from samebits.routing import Routing
 from samebits.testing.cases import MODELS
@@ -39,7 +50,6 @@ from samebits.weights import Layout
 
 HERE = Path(__file__).parent
 RECORD = HERE / "peers_training_h200.json"
-COMMON = {"torch grouped_mm": "torch_gmm", "transformers grouped_mm": "hf_gmm"}
 ROUNDS, STEPS_MS = 5, 8.0
 OPTIONS = Activation(alpha=1.702, limit=7.0, linear_offset=1.0)
 
@@ -55,7 +65,7 @@ def problem_of(shape, options):
     )
 
 
-def measure(shape, tokens, routing, variant, weights, peers, *, checked):
+def measure(shape, tokens, routing, variant, weights, peers, *, checked, kernels):
     options = OPTIONS if variant == "gpt-oss" else None
     problem = problem_of(shape, options)
     sets = sets_of(problem, tokens, "uniform" if routing == "half" else routing)
@@ -65,40 +75,54 @@ def measure(shape, tokens, routing, variant, weights, peers, *, checked):
     dout = torch.randn(tokens, problem.H, device="cuda", generator=generator).bfloat16()
     leaves = list(weights.named_tensors().values())
 
-    def ours(x, ids, probs, recompute):
-        routing = Routing(ids, probs, problem.E)
+    def ours(x, ids, probs):
+        routing, recompute = Routing(ids, probs, problem.E), variant == "recompute"
         activation = problem.activation
         return experts(x, routing, weights, activation, backend="fused", recompute=recompute)
 
-    steps = {"fused": step_of(partial(ours, recompute=variant == "recompute"), leaves, dout)}
-    for name, (layer, _) in (peers_of(problem, 16384, weights, peers) if peers else {}).items():
-        steps[name] = step_of(layer, leaves, dout)
+    layers = {"fused": ours} | (peers_of(problem, weights, peers) if peers else {})
     floor = floor_ms(problem, tokens, sets)
-    errors = {}
-    for name, step in steps.items():
-        results = step(*sets[0])
-        if options is None and checked:
-            errors[name] = check(weights, sets[0], results, dout)
-        del results
     repeats = max(1, min(10, int(STEPS_MS / floor) // len(sets)))
-    calls = max(3, min(20, int(100 / floor)))
-    memory = {name: memory_of(step, sets[0]) for name, step in steps.items()}
-    host = {name: host_ms(step, sets[0], calls) for name, step in steps.items()}
-    runs = {}
-    for name, step in steps.items():
-        graph = tokens <= 1024 and not name.startswith("transformers")
-        runs[name] = (captured if graph else launched)(step, sets, repeats)
+    calls = max(5, min(20, int(100 / floor)))
+    errors, memory, host, runs, steps, failed = {}, {}, {}, {}, {}, {}
+    passes.forget()
+    for name, layer in layers.items():
+        step = step_of(layer, leaves, dout)
+        try:
+            results = step(*sets[0])
+            if options is None and checked:
+                errors[name] = check(weights, sets[0], results, dout)
+            del results
+            memory[name] = memory_of(step, sets[0])
+            host[name] = host_ms(step, sets[0], calls)
+            # Peers with a host sync, or that choose tiles in a call, cannot be captured.
+            graph = tokens <= 1024 and name in ("fused", "torch grouped_mm")
+            runs[name] = (captured if graph else launched)(step, sets, repeats)
+            runs[name]()
+        except FAULTS as error:
+            if name == "fused":
+                raise
+            failed[name] = f"{type(error).__name__}: {error}"[:300]
+            runs.pop(name, None)
+            torch.cuda.empty_cache()
+            continue
+        steps[name] = step
+    long_ways = [why for why in passes.passes() if isinstance(why, str)]
+    parts = host_parts(ours, leaves, sets[0], dout)
     times = {name: [] for name in runs}
-    for run in runs.values():
-        run()
     for _ in range(ROUNDS):
         for name, run in runs.items():
             times[name].append(timed(run) / (repeats * len(sets)))
     ms = {name: statistics.median(found) for name, found in times.items()}
-    return {
+    row = {
         "shape": shape, "T": tokens, "routing": routing, "variant": variant,
-        "floor_ms": floor, "ms": ms, "memory": memory, "host_ms": host, "error": errors,
+        "floor_ms": floor, "ms": ms, "memory": {n: memory[n] for n in ms},
+        "host_ms": {n: host[n] for n in ms}, "host_parts": parts, "long_ways": long_ways,
+        "error": errors, "failed": failed,
     }  # fmt: skip
+    if kernels:
+        row["kernels"] = {name: kernels_of(step, sets[0]) for name, step in steps.items()}
+    return row
 
 
 def recorded(shape, tokens):
@@ -110,7 +134,7 @@ def speed_of_this_machine(rows):
     ratios = [
         row["ms"][name] / recorded(row["shape"], row["T"])[other]
         for row in rows
-        for name, other in COMMON.items()
+        for name, other in RECORDED.items()
         if row["routing"] == "uniform"
         and row["variant"] == "plain"
         and name in row["ms"]
@@ -122,10 +146,12 @@ def speed_of_this_machine(rows):
 def best_peer(row, speed):
     """Return (name, ms) of the fastest peer, recorded ones at this machine's speed."""
     peers = {name: ms for name, ms in row["ms"].items() if name != "fused"}
+    ran = {RECORDED.get(name) for name in peers}
     if row["routing"] == "uniform" and row["variant"] == "plain":
         factor = 1.0 if math.isnan(speed) else speed
         for name, ms in recorded(row["shape"], row["T"]).items():
-            peers[f"{name} (recorded)"] = ms * factor
+            if name not in ran:
+                peers[f"{name} (recorded)"] = ms * factor
     return min(peers.items(), key=lambda item: item[1], default=("none", math.nan))
 
 
@@ -137,6 +163,8 @@ def line(row, speed):
         f"{key} {value:.3f} ({row['memory'][key] / 1e9:.2f} GB)" for key, value in row["ms"].items()
     )
     related = f"over plain {row['over_plain']:.3f} " if "over_plain" in row else ""
+    related += f"LONG WAY {row['long_ways']} " if row["long_ways"] else ""
+    related += " ".join(f"no {name}: {why[:80]}" for name, why in row["failed"].items())
     return (
         f"{row['shape']:13} T={row['T']:<6}{row['routing']:8}{row['variant']:10}{mine:9.3f} ms  "
         f"floor {row['floor_ms'] / mine:.2f}  x{mine / peer:.2f} of {name}  "
@@ -186,7 +214,7 @@ def main():
     parser.add_argument("--tokens", default="256,1024,4096,16384")
     parser.add_argument("--extra-shapes", default=",".join(MODELS))
     parser.add_argument("--extra-tokens", default="4096")
-    parser.add_argument("--routings", default="uniform", help="uniform,zipf,half")
+    parser.add_argument("--routings", default="uniform", help="uniform,zipf,half,one")
     parser.add_argument("--options", action="store_true", help="also gpt-oss' options")
     parser.add_argument("--recompute", action="store_true", help="also recompute=True")
     parser.add_argument("--peers", default="torch", help="torch,transformers,liger,sonic; none")
@@ -215,11 +243,16 @@ def main():
         plain = variant == "plain" and routing == "uniform"
         peers = args.peers.split(",") if plain else []
         checked = not args.unchecked
-        row = measure(shape, tokens, routing, variant, weights, peers, checked=checked)
+        row = measure(
+            shape, tokens, routing, variant, weights, peers,
+            checked=checked, kernels=args.kernels,
+        )  # fmt: skip
         relate(row, rows)
         rows.append(row)
         write(args.out, rows)
         print(line(row, speed_of_this_machine(rows)), flush=True)
+        for name, kernels in row.get("kernels", {}).items():
+            print(f"  {name}: " + "; ".join(f"{k[:40]} {ms:.3f}" for k, (ms, _) in kernels.items()))
     speed = speed_of_this_machine(rows)
     plain = [r for r in rows if r["routing"] == "uniform" and r["variant"] == "plain"]
 

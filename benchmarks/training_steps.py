@@ -74,14 +74,65 @@ def memory_of(step, values):
 
 
 def host_ms(step, values, steps):
-    """Return the time until a step returns, while the device has others to do."""
+    """Return the median time until a step returns, while the device has others to do."""
+    times = []
     torch.cuda.synchronize()
-    start = time.perf_counter()
     for _ in range(steps):
-        step(*values)
-    spent = (time.perf_counter() - start) / steps
+        start = time.perf_counter()
+        results = step(*values)
+        times.append(time.perf_counter() - start)
+        del results
     torch.cuda.synchronize()
-    return spent * 1e3
+    return statistics.median(times) * 1e3
+
+
+def host_parts(layer, leaves, values, dout, rounds=9):
+    """Return ms of the host in the forward and in the backward of a step, medians.
+
+    The device is waited for between steps, so that its queue is never full.
+    """
+    forward, backward = [], []
+    x, ids, probs = values
+    for _ in range(rounds):
+        x, probs = x.detach().requires_grad_(), probs.detach().requires_grad_()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        out = layer(x, ids, probs)
+        middle = time.perf_counter()
+        results = torch.autograd.grad(out, [x, probs, *leaves], dout)
+        forward.append(middle - start)
+        backward.append(time.perf_counter() - middle)
+        del out, results
+    torch.cuda.synchronize()
+    found = {"forward": forward, "backward": backward}
+    return {name: statistics.median(times) * 1e3 for name, times in found.items()}
+
+
+def kernels_of(step, values, steps=3):
+    """Return {kernel: [ms in a step, launches in a step]}, longest first, and ms between them.
+
+    From the device's own record, so that repeated launches are seen too; the last entry is the
+    time from the first kernel's start to the last one's end in which none ran.
+    """
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    step(*values)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(steps):
+            step(*values)
+        torch.cuda.synchronize()
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    found = {}
+    for event in events:
+        spent = found.setdefault(event.name, [0.0, 0.0])
+        spent[0] += (event.time_range.end - event.time_range.start) / 1e3 / steps
+        spent[1] += 1 / steps
+    busy = sum(ms for ms, _ in found.values())
+    if events:
+        start = min(event.time_range.start for event in events)
+        whole = (max(event.time_range.end for event in events) - start) / 1e3 / steps
+        found["(idle)"] = [whole - busy, 0.0]
+    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
 
 
 def check(weights, values, results, dout):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from samebits.arguments import require_type
 from samebits.autograd import refuse_second_derivatives
@@ -18,6 +18,8 @@ from samebits.weight_gradients import Destination
 _PLAIN = (Tensor, torch.nn.Parameter)
 # What the operators take: tensors, the options' text, N and the first expert held here.
 _OPERANDS = INPUTS + 3
+# Inputs are in the order of Call; ids, the count and scales have no gradient.
+_PLACES = tuple(Call._fields.index(name) for name in DIFFERENTIABLE)
 
 
 class _Experts(torch.autograd.Function):
@@ -51,9 +53,7 @@ class _Experts(torch.autograd.Function):
             raise RuntimeError(
                 "a backward that failed gave back what this one needs; hint: run the forward again"
             )
-        # Inputs are in the order of Call; ids, the count and scales have no gradient.
-        places = [Call._fields.index(name) for name in DIFFERENTIABLE]
-        wanted = [ctx.needs_input_grad[i] for i in places]
+        wanted = [ctx.needs_input_grad[place] for place in _PLACES]
         arguments = (*tensors, z, douts[0], *ctx.options)
         result: list[Tensor | None] = [None] * (_OPERANDS + 2)
         grads: Sequence[Tensor | None]
@@ -67,7 +67,7 @@ class _Experts(torch.autograd.Function):
             grads = operator.compute_backward((*arguments, wanted), {}, spend=spend)
         else:
             grads = torch.ops.samebits.experts_backward(*arguments, wanted)
-        for place, want, grad in zip(places, wanted, grads, strict=True):
+        for place, want, grad in zip(_PLACES, wanted, grads, strict=True):
             result[place] = grad if want else None
         return tuple(result)
 
@@ -187,7 +187,8 @@ def run(
         require_type("weight_gradients", destination, Destination)
     tensors = {name: t for name in DIFFERENTIABLE if (t := getattr(call, name)) is not None}
     eager = not torch.compiler.is_compiling()
-    if eager and any(unpack_dual(t).tangent is not None for t in tensors.values()):
+    dual = eager and forward_ad._current_level >= 0
+    if dual and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors.values()):
         raise UnsupportedError("a layer has no forward-mode derivatives; hint: torch.autograd.grad")
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
         if eager and torch._C._are_functorch_transforms_active():

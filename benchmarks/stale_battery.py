@@ -3,25 +3,27 @@
     python benchmarks/stale_battery.py                     # 16 programs, ± gradient
     python benchmarks/stale_battery.py --groups battery families clean remedies self-test --jobs 8
     python benchmarks/stale_battery.py --groups megatron --megatron FOLDER   # an unpacked wheel
-    python benchmarks/stale_battery.py --device cuda --groups battery triton remedies --jobs 6
+    python benchmarks/stale_battery.py --device cuda --groups battery triton --jobs 16 --budget 280
 
 Rows are written as they come to ``benchmarks/results/stale-<device>-torch-<version>.json``; a
-second run goes on where the first ended, and redoes what ``--first`` cut short. Exit code 1: a
-program that this torch gets wrong was not found, a right one was reported, or one was not run. Two
-cores take about a minute for each program.
+second run goes on where the first ended, and redoes what was not run or what ``--first`` cut short.
+Where as many programs as there are jobs end without a verdict before any has one, the run ends with
+their reasons. Exit code 1: a program that this torch gets wrong was not found, a right one was
+reported, or one was not run. Two cores take about a minute for each program.
 """
 
 import argparse
 import importlib
-import json
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,15 +33,16 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 import stale_megatron  # noqa: E402
 import stale_programs  # noqa: E402
 import stale_table  # noqa: E402
+from stale_rows import Record, rows_of, stopped  # noqa: E402
 
-from samebits import env  # noqa: E402
 from samebits.checks.compile.audit import audit, silence  # noqa: E402
-from samebits.checks.compile.record import Audit  # noqa: E402
+from samebits.checks.compile.command import seconds  # noqa: E402
+from samebits.checks.compile.job import OUT_OF_BUDGET  # noqa: E402
+from samebits.checks.compile.process import Deadline  # noqa: E402
 from samebits.checks.compile.report import remedy_rows  # noqa: E402
 from samebits.checks.compile.self_test import self_test  # noqa: E402
 from samebits.checks.compile.target import Target, TargetError  # noqa: E402
 
-VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 REMEDIED = ("clamped_swiglu", "rms_norm_scaled")
 # What no run should end with; a program that was not run was not judged.
 BAD = ("missed", "false alarm", "fail", "not_run")
@@ -54,134 +57,59 @@ MODULES = {
 ON_CUDA = {"battery", "triton", *OWN}
 
 
-class Record:
-    """The JSON file of one device and torch, kept up to date row by row."""
-
-    def __init__(self, path: Path, *, device: str, again: bool) -> None:
-        self.path, self._lock = path, Lock()
-        self.values: dict[str, Any] = {"device": device, "versions": env.versions(), "rows": []}
-        if path.exists() and not again:
-            self.values |= json.loads(path.read_text())
-
-    def has(self, group: str, name: str, *, first: bool = False) -> bool:
-        """Return whether the program was measured; wholly, unless ``first`` is enough."""
-        rows = [r for r in self.values["rows"] if (r["group"], r["program"]) == (group, name)]
-        stopped = any(r.get("first") and r.get("stale") for r in rows)
-        return bool(rows) and (first or not stopped)
-
-    def add(self, rows: Sequence[dict[str, Any]]) -> None:
-        command = "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        with self._lock:
-            done = {(row["group"], row["program"]) for row in rows}
-            old = [r for r in self.values["rows"] if (r["group"], r["program"]) not in done]
-            self.values["rows"] = old + [row | {"command": command} for row in rows]
-            self.path.write_text(json.dumps(self.values, indent=1) + "\n")
-        for row in rows:
-            print(summary(row), flush=True)
-
-
-def summary(row: dict[str, Any]) -> str:
-    where = {None: "", False: "no gradient", True: "gradient"}[row.get("gradient")]
-    what = f"{row['group']:9} {row['program']:40} {where:11}"
-    return f"{what} {row['verdict']:11} {row['seconds']:6.1f} s"
-
-
-def rows_of(group: str, program: stale_table.Program, found: Audit) -> Iterator[dict[str, Any]]:
-    """Yield what an audit says of a program without a gradient, and with one."""
-    for gradient in (False, True):
-        chosen = {s.name for s in found.scenarios if s.gradient is gradient}
-        steps = [s for s in found.steps if s.scenario in chosen]
-        wrong = [s for s in steps if s.wrong]
-        alarm = bool(wrong) or any(s.dropped for s in steps)
-        alarm |= not gradient and bool(found.remembers)
-        row = {
-            "group": group,
-            "program": program.name,
-            "gradient": gradient,
-            "expected": program.stale(VERSION, gradient),
-            "stale": bool(wrong) or (not gradient and bool(found.remembers)),
-            "stale_automatic": any(
-                s.phase == "fresh" and "dynamic=None" in s.scenario for s in wrong
-            ),
-            "stale_second_process": any(s.phase == "warm" for s in wrong),
-            "remembers": sorted(found.remembers),
-            "guard_dropped": any(s.dropped for s in steps),
-            "code_reused": any(s.reused for s in steps if s.phase == "fresh"),
-            "errors": sorted({s.error for s in steps if s.error}),
-            "not_run": dict(found.unfinished) if not steps else {},
-            "not_checked": sorted(found.missing),
-            "calls": len(steps),
-            "worst_right": max((s.distance for s in steps if not s.wrong), default=0.0),
-            "least_wrong": min((s.distance for s in wrong), default=None),
-        }
-        yield row | {"verdict": verdict(row, alarm)}
-
-
-def verdict(row: dict[str, Any], alarm: bool) -> str:
-    """Return "found", "missed", "silent" (rightly), "beyond" (measured wrong, not in the table)…"""
-    if not row["calls"] and not alarm:
-        return "not_run"
-    if row["expected"]:
-        return "found" if alarm else "missed"
-    if row["stale"]:
-        return "beyond"
-    return "false alarm" if alarm else "silent"
-
-
-def measure(group: str, program: stale_table.Program, inputs: str, *, first: bool) -> list[Any]:
+def measure(
+    group: str,
+    program: stale_table.Program,
+    inputs: str,
+    *,
+    first: bool,
+    deadline: Deadline | None = None,
+) -> list[Any]:
     module, _, function = program.name.rpartition(":")
-    module = MODULES[module]
     # Behind the name may stand which of its paths the inputs take.
-    function = function.partition(" ")[0]
-    start = time.time()
-    try:
-        target = Target(f"{module}:{function}", inputs)
-        found = audit(target, only=program.only, stop_at_first=first, remedies=False)
-    except TargetError as error:
-        row = {"group": group, "program": program.name, "verdict": "not_run", "note": str(error)}
-        return [row | {"seconds": round(time.time() - start, 1)}]
-    seconds = round(time.time() - start, 1)
-    return [row | {"seconds": seconds, "first": first} for row in rows_of(group, program, found)]
+    target = Target(f"{MODULES[module]}:{function.partition(' ')[0]}", inputs)
+    found = audit(target, only=program.only, deadline=deadline, stop_at_first=first, remedies=False)
+    return [row | {"first": first} for row in rows_of(group, program, found)]
 
 
-def measure_remedies(name: str, device: str) -> list[Any]:
-    start = time.time()
+def measure_remedies(name: str, device: str, deadline: Deadline) -> list[Any]:
     target = Target(f"stale_programs:{name}", f"stale_programs:on_{device}")
-    found = audit(target, stop_at_first=True)
+    found = audit(target, deadline=deadline, stop_at_first=True)
     rows = remedy_rows(found)
     wrong = [r["remedy"] for r in rows if r["verdict"] == "wrong"]
     self_contained = bool(found.reproducer and found.reproducer.get("self_contained"))
     row = {"group": "remedies", "program": name, "remedies": rows, "wrong": wrong}
     said = "nothing stale" if not found.wrong else f"{len(wrong)} wrong"
-    row |= {"reproducer_self_contained": self_contained, "verdict": said}
-    return [row | {"seconds": round(time.time() - start, 1)}]
+    if found.late or deadline.left <= 0:
+        said, row["note"] = "not_run", OUT_OF_BUDGET
+    return [row | {"reproducer_self_contained": self_contained, "verdict": said}]
 
 
 def measure_self_test() -> list[Any]:
-    start = time.time()
-    results = self_test(tell=silence)
-    seconds = round(time.time() - start, 1)
     return [
-        {
-            "group": "self-test",
-            "program": r.case,
-            "verdict": r.verdict,
-            "note": r.note,
-            "seconds": seconds,
-        }
-        for r in results
+        {"group": "self-test", "program": r.case, "verdict": r.verdict, "note": r.note}
+        for r in self_test(tell=silence)
     ]
 
 
-def work(arguments: argparse.Namespace, record: Record) -> Iterator[Callable[[], list[Any]]]:
+class Work(NamedTuple):
+    """A program to measure."""
+
+    group: str
+    program: str
+    run: Callable[[], list[Any]]
+
+
+def work(arguments: argparse.Namespace, record: Record, deadline: Deadline) -> Iterator[Work]:
     """Yield what is still to be measured."""
     for group in arguments.groups:
         if group == "self-test" and not record.has(group, "self-test planted"):
-            yield measure_self_test
+            yield Work(group, "", measure_self_test)
         if group == "remedies":
             for name in REMEDIED:
                 if not record.has(group, name):
-                    yield lambda n=name: measure_remedies(n, arguments.device)
+                    action = partial(measure_remedies, name, arguments.device, deadline)
+                    yield Work(group, name, action)
         programs = stale_table.GROUPS.get(group, ())
         label = group
         if group == "megatron":
@@ -193,7 +121,39 @@ def work(arguments: argparse.Namespace, record: Record) -> Iterator[Callable[[],
                 if arguments.device == "cuda":
                     inputs = stale_programs.on_cuda
                 where = f"{inputs.__module__}:{inputs.__name__}"
-                yield lambda g=label, p=program, w=where: measure(g, p, w, first=arguments.first)
+                action = partial(
+                    measure, label, program, where, first=arguments.first, deadline=deadline
+                )
+                yield Work(label, program.name, action)
+
+
+class Run:
+    """Measures programs beside each other, and ends early where none gets a verdict."""
+
+    def __init__(self, record: Record, deadline: Deadline, jobs: int) -> None:
+        self._record, self._deadline, self._jobs = record, deadline, jobs
+        self._lock, self._judged, self._in_vain = Lock(), False, 0
+        self.left_out = 0
+
+    def measure(self, item: Work) -> None:
+        """Measure one program, and record it; leave it out where no time is left."""
+        if self._deadline.left <= 0:
+            self.left_out += 1
+            return
+        start = time.monotonic()
+        try:
+            rows = item.run()
+        except TargetError as error:
+            row = {"group": item.group, "program": item.program, "verdict": "not_run"}
+            rows = [row | {"note": str(error)}]
+        took = round(time.monotonic() - start, 1)
+        self._record.add([row | {"seconds": took} for row in rows])
+        with self._lock:
+            self._judged |= any(row["verdict"] != "not_run" for row in rows)
+            self._in_vain += 1
+            if not self._judged and self._in_vain == self._jobs:
+                print("no program gets a verdict: the run ends here", flush=True)
+                self._deadline.be_now()
 
 
 def parse() -> argparse.Namespace:
@@ -206,6 +166,7 @@ def parse() -> argparse.Namespace:
     add("--programs", nargs="+", metavar="NAME", help="only these; default: all of the groups")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--jobs", type=int, default=1, metavar="N", help="audits beside each other, two cores each")
+    add("--budget", type=seconds, metavar="SECONDS", help="of the whole run; rows keep what it did")
     add("--first", action="store_true", help="stop each audit at its first wrong call")
     add("--megatron", metavar="FOLDER", help="holds the package megatron, for the group megatron")
     add("--again", action="store_true", help="begin a new file")
@@ -221,6 +182,12 @@ def parse() -> argparse.Namespace:
     can = ON_CUDA if arguments.device == "cuda" else set(groups) - {"triton"}
     if wrong := set(arguments.groups) - can:
         parser.error(f"--device {arguments.device} has no inputs for the group {min(wrong)}")
+    known = {p.name for g in stale_table.GROUPS.values() for p in g}
+    known |= {p.name for p in stale_megatron.PROGRAMS}
+    if unknown := set(arguments.programs or ()) - known:
+        parser.error(f"unknown program {min(unknown)}; known: {', '.join(sorted(known))}")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: this torch sees no GPU")
     if arguments.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {arguments.jobs}")
     return arguments
@@ -231,19 +198,19 @@ def main() -> int:
     name = f"stale-{arguments.device}-torch-{torch.__version__.partition('+')[0]}.json"
     path = arguments.out or HERE / "results" / name
     record = Record(path, device=arguments.device, again=arguments.again)
+    deadline = Deadline(arguments.budget)
+    # `timeout` and Ctrl-C end the audits, and what they have is recorded.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: deadline.be_now())
+    run = Run(record, deadline, arguments.jobs)
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(lambda action: record.add(action()), work(arguments, record)))
+        list(pool.map(run.measure, work(arguments, record, deadline)))
     rows = [r for r in record.values["rows"] if r["group"].partition(" ")[0] in arguments.groups]
     counts = Counter("stopped" if stopped(row, rows) else row["verdict"] for row in rows)
-    print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()), "in", record.path)
-    return int(not rows or any(counts[verdict] for verdict in BAD))
-
-
-def stopped(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
-    """Return whether ``--first`` left a row out because the program's other row was enough."""
-    key = (row["group"], row["program"])
-    others = [r for r in rows if (r["group"], r["program"]) == key and r is not row]
-    return row["verdict"] == "not_run" and any(r.get("first") and r.get("stale") for r in others)
+    counts["programs left out"] = run.left_out
+    said = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
+    print(said or "nothing", "in", record.path)
+    return int(not rows or bool(run.left_out) or any(counts[verdict] for verdict in BAD))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,10 @@ class Program:
     inputs: Callable = stale_programs.on_cpu
     # Paths of the numbers to vary; empty takes all.
     only: tuple[str, ...] = ()
+    # Whether it is run without a gradient, and with one: kernels of one's own may have none.
+    gradients: tuple[bool, ...] = (False, True)
+    # Versions of torch that do not compile it with a gradient, once its number is dynamic.
+    refused: tuple = ()
 
     def stale(self, version: tuple[int, ...], gradient: bool) -> bool:
         """Return whether this torch is known to compute it wrong."""
@@ -42,7 +46,7 @@ GROUPS: dict[str, tuple[Program, ...]] = {
         Program("attention_scale", (OPEN, OPEN)),
         Program("multiply"),
         Program("leaky_relu"),
-        Program("power", (MENDED_CLAMP, None)),
+        Program("power", (MENDED_CLAMP, None), refused=((2, 11),)),
         Program("add_alpha", (MENDED_CLAMP, MENDED_CLAMP)),
         Program("full"),
         Program("where", (MENDED_CLAMP, MENDED_CLAMP)),
@@ -69,9 +73,9 @@ GROUPS: dict[str, tuple[Program, ...]] = {
     ),
     # On a GPU; what torch does with them is measured, not known beforehand.
     "triton": (
-        Program("triton:launch_bare", inputs=stale_programs.on_cuda),
-        Program("triton:launch_expression", inputs=stale_programs.on_cuda),
-        Program("triton:launch_constant", inputs=stale_programs.on_cuda),
+        Program("triton:launch_bare", inputs=stale_programs.on_cuda, gradients=(False,)),
+        Program("triton:launch_expression", inputs=stale_programs.on_cuda, gradients=(False,)),
+        Program("triton:launch_constant", inputs=stale_programs.on_cuda, gradients=(False,)),
     ),
     "clean": (
         Program("integer", inputs=stale_programs.with_integer),

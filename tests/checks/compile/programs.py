@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import os
 
 import torch
 import torch.nn.functional as F
@@ -126,6 +127,10 @@ def tensor_argument(x, limit):
     return clamped_swiglu(x, limit)
 
 
+def leaves(x, limit):
+    os._exit(9)
+
+
 def text_argument(x, limit):
     return clamped_swiglu(x, float(limit))
 
@@ -157,6 +162,15 @@ def tensor_and_int():
 def inputs_by_cuda():
     if torch.cuda._is_in_bad_fork():
         torch.cuda._lazy_init()
+    return tensor_and_int()
+
+
+_IMPORTED_BY = os.getpid()
+
+
+def inputs_by_a_library_that_no_fork_can_use():
+    if os.getpid() != _IMPORTED_BY:
+        raise RuntimeError("CUDA error: initialization error")
     return tensor_and_int()
 
 

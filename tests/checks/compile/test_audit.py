@@ -3,8 +3,10 @@
 import json
 import signal
 import tempfile
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,6 +79,48 @@ def test_what_was_not_compiled_says_why(tmp_path, name, reason):
     answer = run(tmp_path, name)
 
     assert [reason in step.error for step in answer.steps] == [True, True]
+
+
+def test_a_target_that_does_not_load_is_tried_once(tmp_path, monkeypatch):
+    starts = tmp_path / "starts"
+    worker = f"import sys; open({str(starts)!r}, 'a').write('.'); sys.exit('no such weights')"
+    (tmp_path / "dying.py").write_text(worker)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(process, "_WORKER", "dying")
+
+    answer = run(tmp_path, "right")
+
+    assert starts.read_text() == "."
+    assert set(answer.unfinished) == {"sequence", "next"}
+    assert all("code 1: no such weights" in reason for reason in answer.unfinished.values())
+
+
+def test_the_budget_ends_what_the_target_started_too(tmp_path, monkeypatch):
+    started = tmp_path / "started"
+    (tmp_path / "starter.py").write_text(
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"part = pathlib.Path({str(started)!r} + '.part')\n"
+        "part.write_text(str(child.pid))\n"
+        f"part.rename({str(started)!r})\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(process, "_WORKER", "starter")
+    deadline = Deadline(None)
+    job = Job(kind="look", target=Target("m:f"), folder=str(tmp_path), output=str(tmp_path / "out"))
+
+    asked = threading.Thread(target=process.ask, args=(job, deadline))
+    asked.start()
+    until = time.monotonic() + 30
+    while not started.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    deadline.be_now()
+    asked.join(30)
+
+    child = Path("/proc", started.read_text())
+    # Killed; whoever adopted it may not have looked yet.
+    assert not child.exists() or "Z" in (child / "stat").read_text().split(")")[1]
 
 
 def test_an_interrupt_ends_the_other_lane(tmp_path, monkeypatch):
@@ -229,7 +273,9 @@ def test_the_clamped_swiglu_is_found_with_this_torch_or_mended_by_it():
 
 
 def test_inductor_is_right_where_a_float_is_only_multiplied():
-    found = audit(Target("stale_programs:multiply", "stale_programs:on_cpu"), budget=600)
+    found = audit(
+        Target("stale_programs:multiply", "stale_programs:on_cpu"), deadline=Deadline(600)
+    )
 
     assert set(verdicts(found).values()) == {"pass"}
     assert not found.latent

@@ -4,9 +4,10 @@ import programs
 import pytest
 import torch
 
+from samebits.checks.compile import process
 from samebits.checks.compile.job import Job
 from samebits.checks.compile.place import candidates
-from samebits.checks.compile.survey import guarded, survey
+from samebits.checks.compile.survey import copy_of, guarded, survey
 from samebits.checks.compile.target import Target, TargetError, guess_inputs, load
 
 pytestmark = pytest.mark.reference
@@ -128,3 +129,26 @@ def test_a_fork_that_cuda_refuses_is_replaced_by_a_fresh_process(tmp_path, monke
     found = surveyed(tmp_path, "programs:forgetful_launch", "programs:inputs_by_cuda")
 
     assert [r["path"] for r in found["remembers"]] == ["step"]
+
+
+def test_what_fails_in_a_fork_is_tried_without_where_cuda_may_be_why(tmp_path, monkeypatch):
+    target = ("programs:careful_launch", "programs:inputs_by_a_library_that_no_fork_can_use")
+    tried = []
+
+    def ask(job, deadline, *, leads):
+        tried.append((job.kind, leads))
+        return guarded(lambda: copy_of(job))
+
+    monkeypatch.setattr(process, "ask", ask)
+
+    assert "initialization error" in surveyed(tmp_path, *target)["error"]
+    assert tried == []
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    assert by_path(surveyed(tmp_path, *target))["step"]["values"] == [3, 4, 5, 6]
+    assert tried == [("look", False), *[("begin", False)] * 3]
+
+
+def test_a_target_that_ends_its_process_is_told(tmp_path):
+    error = surveyed(tmp_path, "programs:leaves", "programs:two_floats")["error"]
+
+    assert "the process that ran the eager function ended with code 9" in error

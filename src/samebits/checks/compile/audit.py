@@ -65,7 +65,7 @@ def audit(
     target: Target,
     *,
     only: Sequence[str] = (),
-    budget: float | None = None,
+    deadline: Deadline | None = None,
     stop_at_first: bool = False,
     remedies: bool = True,
     folder: Path | None = None,
@@ -76,7 +76,7 @@ def audit(
     Args:
         target: Names of the callable and its inputs.
         only: Paths of numbers; empty takes all.
-        budget: Seconds after which what is not finished stays so.
+        deadline: What is not finished then stays so; None waits for everything.
         stop_at_first: Stop at the first wrong call.
         remedies: Where a call is wrong, try ways out, and write and run a reproducer.
         folder: Kept, for reading on; None uses one that is removed.
@@ -90,13 +90,13 @@ def audit(
             return audit(
                 target,
                 only=only,
-                budget=budget,
+                deadline=deadline,
                 stop_at_first=stop_at_first,
                 remedies=remedies,
                 folder=made,
                 tell=tell,
             )
-    deadline = Deadline(budget)
+    deadline = deadline or Deadline(None)
     found = Audit(target.name, env.versions())
     tell("looking for numbers")
     job = Job(kind="survey", target=target, folder=str(folder), output=str(folder / "survey"))
@@ -196,7 +196,7 @@ def audit_compile(
         return audit(
             target,
             only=only,
-            budget=budget,
+            deadline=Deadline(budget),
             stop_at_first=stop_at_first,
             remedies=remedies,
             folder=made,

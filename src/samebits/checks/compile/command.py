@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from samebits.checks.compile import report
 from samebits.checks.compile.audit import audit, progress
+from samebits.checks.compile.process import Deadline
 from samebits.checks.compile.record import Audit
 from samebits.checks.compile.self_test import self_test
 from samebits.checks.compile.target import Target, TargetError
@@ -92,7 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
         found = audit(
             Target(arguments.target, arguments.inputs),
             only=arguments.number,
-            budget=arguments.budget,
+            deadline=Deadline(arguments.budget),
             stop_at_first=arguments.first,
             remedies=not arguments.no_remedies,
             tell=progress,

@@ -98,15 +98,21 @@ def reproduce(
 def _run(path: Path, seconds: float) -> tuple[int | None, str]:
     if seconds <= 0:
         return None, OUT_OF_BUDGET
+    run = subprocess.Popen(
+        [sys.executable, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        env=process.environment(path.parent),
+        start_new_session=True,
+    )
     try:
-        run = subprocess.run(
-            [sys.executable, str(path)],
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            env=process.environment(),
-            check=False,
-        )
+        said, complaint = run.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         return None, "it took too long"
-    return run.returncode, (run.stdout or run.stderr).strip()
+    finally:  # also where an interrupt comes first
+        if run.poll() is None:
+            process.stop(run, leads=True)
+    return run.returncode, (said or complaint).strip()

@@ -1,5 +1,6 @@
 """What a worker is told, and what it says of each call; files of JSON between processes."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -43,8 +44,9 @@ class Job:
 
     def cache_of(self, scenario: Scenario) -> str:
         """Return the cache directory that both phases of a scenario share."""
-        names = "".join(c if c.isalnum() else "-" for c in f"{scenario.name}-{scenario.remedy}")
-        return str(Path(self.folder) / "cache" / names)
+        # Names of numbers can be long, and differ in a character that no file name may have.
+        named = hashlib.sha256(f"{scenario.name}\0{scenario.remedy}".encode()).hexdigest()
+        return str(Path(self.folder) / "cache" / named[:16])
 
     def write(self, path: Path) -> None:
         """Write the job for ``read``."""

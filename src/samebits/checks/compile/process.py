@@ -4,6 +4,8 @@ Sequences run in lanes beside each other, each lane in a fresh process and then 
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -51,13 +53,18 @@ class Answer:
     unfinished: dict[str, str] = field(default_factory=dict)
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of a worker: this one's, single-threaded, able to import the same."""
+def environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a worker: this one's, single-threaded, able to import the same.
+
+    Args:
+        folder: Of the audit; kernels that a survey launches are kept there.
+    """
     paths = [_SOURCE, *(path or "." for path in sys.path)]
     return env.for_child(
+        TRITON_CACHE_DIR=str(folder / "triton"),
         OMP_NUM_THREADS="1",
         TORCHINDUCTOR_COMPILE_THREADS="1",
-        PYTHONPATH=":".join(dict.fromkeys(paths)),
+        PYTHONPATH=os.pathsep.join(dict.fromkeys(paths)),
         # Asks for devices in a way that leaves CUDA usable in forked processes.
         PYTORCH_NVML_BASED_CUDA_CHECK="1",
         TORCH_LOGS=None,
@@ -65,13 +72,20 @@ def environment() -> dict[str, str]:
     )
 
 
-def ask(job: Job, deadline: Deadline) -> dict[str, Any]:
-    """Run a survey, and return what it found or ``{"error": …}``."""
-    process = _Process(job)
+def ask(job: Job, deadline: Deadline, *, leads: bool = True) -> dict[str, Any]:
+    """Run a job with one answer, and return that, or ``{"error": …}``.
+
+    Args:
+        job: Of any kind but "run".
+        deadline: The process is killed then.
+        leads: With what it starts; a part of a survey ends with the survey instead.
+    """
+    process = _Process(job, leads=leads)
     if not process.wait(deadline):
         return {"error": "", "late": True}
     if not Path(job.output).exists():
-        return {"error": f"its process ended with code {process.code}: {process.last_words()}"}
+        ended = f"ended with code {process.code}: {process.last_words()}"
+        return {"error": f"the process that ran the eager function {ended}"}
     found: dict[str, Any] = json.loads(Path(job.output).read_text())
     return found
 
@@ -150,7 +164,9 @@ def _run_part(
     process = _Process(job)
     expected = {s.name: len(s.steps(job.phase)) for s in job.scenarios}
     done: dict[str, int] = dict.fromkeys(expected, 0)
+    begun = False
     for line in process.lines(deadline):
+        begun = True
         if "missing" in line:
             answer.missing |= line["missing"]
             continue
@@ -168,22 +184,39 @@ def _run_part(
             answer.unfinished[scenario.name] = OUT_OF_BUDGET
         return ()
     reason = f"the process ended with code {process.code}: {process.last_words()}"
+    if not begun:
+        # It could not load the target: neither will another one.
+        answer.unfinished |= {scenario.name: reason for scenario in open_ones}
+        return ()
     answer.unfinished[open_ones[0].name] = reason
     return open_ones[1:]
+
+
+def stop(process: "subprocess.Popen[Any]", *, leads: bool) -> None:
+    """Kill a process that runs; with all that it started where it ``leads`` a session."""
+    if leads and hasattr(os, "killpg"):
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait()
 
 
 class _Process:
     """One worker, with its output in files."""
 
-    def __init__(self, job: Job) -> None:
-        self._output = Path(job.output)
+    def __init__(self, job: Job, *, leads: bool = True) -> None:
+        self._output, self._leads = Path(job.output), leads
         stem = Path(job.folder) / self._output.name
         job.write(path := stem.with_suffix(stem.suffix + ".job"))
         self._words = stem.with_suffix(stem.suffix + ".log")
         with self._words.open("wb") as words:
-            command = [sys.executable, "-m", _WORKER, str(path)]
             self._process = subprocess.Popen(
-                command, stdout=words, stderr=words, stdin=subprocess.DEVNULL, env=environment()
+                [sys.executable, "-m", _WORKER, str(path)],
+                stdout=words,
+                stderr=words,
+                stdin=subprocess.DEVNULL,
+                env=environment(Path(job.folder)),
+                start_new_session=leads,
             )
 
     @property
@@ -191,8 +224,8 @@ class _Process:
         return self._process.returncode
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        if self._process.poll() is None:
+            stop(self._process, leads=self._leads)
 
     def wait(self, deadline: Deadline) -> bool:
         """Wait for the end, and return whether it came before the deadline."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from samebits import env
 from samebits.checks.compile.audit import audit
-from samebits.checks.compile.process import Tell
+from samebits.checks.compile.process import Deadline, Tell
 from samebits.checks.compile.record import Audit
 from samebits.checks.compile.target import Target
 from samebits.checks.result import Result, Verdict
@@ -27,7 +27,12 @@ def self_test(
         tell(f"known program {name}")
         target = Target(f"{_MODULE}:{name}")
         found = audit(
-            target, budget=budget, stop_at_first=True, remedies=False, folder=folder, tell=tell
+            target,
+            deadline=Deadline(budget),
+            stop_at_first=True,
+            remedies=False,
+            folder=folder,
+            tell=tell,
         )
         verdict, note = judge(name, found)
         verdicts.append(

@@ -8,8 +8,11 @@ not use CUDA any more.
 
 import json
 import os
+import signal
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +25,7 @@ from samebits.checks.compile.discover import Call
 from samebits.checks.compile.evaluate import Wanted, attempt, evaluate, grown
 from samebits.checks.compile.job import Job
 from samebits.checks.compile.place import WANTED, Number, Place, candidates, kind_of
+from samebits.checks.compile.process import Deadline
 from samebits.checks.compile.target import (
     Factory,
     TargetError,
@@ -32,29 +36,32 @@ from samebits.checks.compile.target import (
 from samebits.checks.result import FOREIGN_ERRORS
 
 Tensors = dict[str, torch.Tensor]
-
-
-# A forked copy that CUDA refuses ends with this code.
-_NO_CUDA = 77
+# Path and value of the number that a process begins with.
+Begin = tuple[str, Number]
+_POLL_SECONDS = 0.01
+# Fresh processes beside each other; each imports torch.
+_MOST_COPIES = 4
 
 
 def survey(job: Job) -> dict[str, Any]:
     """Return what is known of a job's target before anything is compiled, as JSON values."""
     copies = _Copies(job)
-    found = copies.run("look")
+    (found,) = copies.run([None])
     found["remembers"] = []
     if "error" in found:
         return found
-    control = copies.run("begin")
+    begins: list[Begin | None] = [None]
+    begins += [(n["path"], first) for n in found["numbers"] for first in _firsts(n)]
+    control, *answers = copies.run(begins, kind="begin")
+    if "error" in control:
+        return found | {"error": control["error"]}
     if control.get("effect", 1.0) > found["rounding"]:
         return found | {"error": "the eager function gives another result in another process"}
-    for number in found["numbers"]:
-        path = number["path"]
-        for first in _firsts(number):
-            copy = copies.run("begin", (path, first))
-            if copy.get("effect", 0.0) > found["rounding"]:
-                found["remembers"].append({"path": path, "first": first} | copy)
-                break
+    remembers: dict[str, dict[str, Any]] = {}
+    for begin, answer in zip(begins[1:], answers, strict=True):
+        if begin is not None and answer.get("effect", 0.0) > found["rounding"]:
+            remembers.setdefault(begin[0], {"path": begin[0], "first": begin[1]} | answer)
+    found["remembers"] = list(remembers.values())
     return found
 
 
@@ -72,53 +79,58 @@ def _answer(job: Job, function: Callable[..., Any], factory: Factory) -> dict[st
 
 
 class _Copies:
-    """Runs each step in a process that has imported the target and called nothing."""
+    """Runs steps, each in a process that has imported the target and called nothing."""
 
     def __init__(self, job: Job) -> None:
-        self._job = replace(job, output=str(Path(job.folder) / "copy.json"))
+        self._job = job
         self._function, self._factory = load(job.target)
         self._forks = hasattr(os, "fork") and not torch.cuda.is_initialized()
+        self._count = 0
 
     def run(
-        self, kind: Literal["look", "begin"], begin: tuple[str, Number] | None = None
-    ) -> dict[str, Any]:
-        """Return the answer of a copy."""
-        job = replace(self._job, kind=kind, begin=begin)
-        Path(job.output).unlink(missing_ok=True)
-        if self._forks:
-            code = self._fork(job)
-            if code != _NO_CUDA:
-                if not Path(job.output).exists():
-                    return {"error": "the process that ran the eager function died"}
-                found: dict[str, Any] = json.loads(Path(job.output).read_text())
-                return found
-            self._forks = False
-        return process.ask(job, process.Deadline(None))
+        self, begins: Sequence[Begin | None], kind: Literal["look", "begin"] = "look"
+    ) -> list[dict[str, Any]]:
+        """Return the answers of copies, one for each of ``begins``."""
+        answers: list[dict[str, Any]] = []
+        jobs = [self._named(kind, begin) for begin in begins]
+        for job in jobs:
+            found = self._fork(job) if self._forks else None
+            # A fork may fail at what a process of its own can do: use CUDA above all.
+            if found is None or ("error" in found and torch.cuda._is_compiled()):
+                self._forks = False
+                break
+            answers.append(found)
+        with ThreadPoolExecutor(_MOST_COPIES) as pool:
+            left = jobs[len(answers) :]
+            answers += pool.map(lambda j: process.ask(j, Deadline(None), leads=False), left)
+        return answers
 
-    def _fork(self, job: Job) -> int:
-        child = os.fork()
+    def _named(self, kind: Literal["look", "begin"], begin: Begin | None) -> Job:
+        self._count += 1
+        output = str(Path(self._job.folder) / f"copy-{self._count}.json")
+        return replace(self._job, kind=kind, begin=begin, output=output)
+
+    def _fork(self, job: Job) -> dict[str, Any] | None:
+        """Return the answer of a forked copy, None where it gives none."""
+        parent, child = os.getppid(), os.fork()
         if child == 0:
             code = 1
             try:
-                _leave_where_cuda_is_needed()
-                found = guarded(lambda: _answer(job, self._function, self._factory))
-                Path(job.output).write_text(json.dumps(found))
-                code = 0
+                if not torch.cuda._is_in_bad_fork():
+                    found = guarded(lambda: _answer(job, self._function, self._factory))
+                    Path(job.output).write_text(json.dumps(found))
+                    code = 0
             finally:  # the copy must not go on as its parent does
                 os._exit(code)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def _leave_where_cuda_is_needed() -> None:
-    """End this forked process where it begins to use CUDA that its parent has touched."""
-    initialize: Callable[[], None] = torch.cuda._lazy_init
-
-    def lazy_init() -> None:
-        if torch.cuda._is_in_bad_fork():
-            os._exit(_NO_CUDA)
-        initialize()
-
-    torch.cuda._lazy_init = lazy_init
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+            if os.getppid() != parent:  # the audit is gone
+                os.kill(child, signal.SIGKILL)
+                os._exit(1)
+            time.sleep(_POLL_SECONDS)
+        if ended[1] != 0:
+            return None
+        answer: dict[str, Any] = json.loads(Path(job.output).read_text())
+        return answer
 
 
 def prepare(function: Callable[..., Any], factory: Factory, *, second_shape: bool = False) -> Call:

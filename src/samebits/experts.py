@@ -16,7 +16,6 @@ from samebits.formats.weights import Parameters, QuantizedWeights
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 from samebits.weight_gradients import Destination
-from samebits.weights import ExpertWeights
 
 _PLAIN = Activation()
 # What autocast casts, in a linear layer too.
@@ -101,8 +100,7 @@ def _computed(
 ) -> Tensor:
     """Return what ``experts`` does; ``offsets`` where rows are sorted, see ``Call``."""
     kind = None
-    eager = row_format is None and not torch.compiler.is_compiling()
-    if eager and isinstance(weights, ExpertWeights):
+    if row_format is None and not torch.compiler.is_compiling():
         request = repetition.Request(
             x, routing, weights, activation, placement, backend, expert_start, out_dtype,
             num_valid_tokens, out, offsets,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from samebits.backends import repetition
 from samebits.experts import experts
 from samebits.formats import FP8, MXFP4, MXFP8, NVFP4, WeightFormat, dequantize, quantize
 from samebits.formats.weights import QuantizedWeights
@@ -122,6 +123,32 @@ def test_every_tile_has_the_bits_of_the_dense_table(held: WeightFormat, dtype: t
             for _ in range(20):
                 for value, other in zip(both(stored, entry), expected, strict=True):
                     assert_bitwise_equal(value, other, f"{hidden} {columns} {entry}")
+
+
+@BOTH
+@pytest.mark.parametrize("held", FORMATS, ids=str)
+def test_repeated_calls_see_the_weights_that_are_there(
+    held: WeightFormat, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Tests fill the memory that a call takes: here that is no operation of the call.
+    monkeypatch.setattr(repetition, "ALLOCATIONS", repetition.ALLOCATIONS | {"fill_"})
+    inputs = make_inputs(BASE, 6, device="cuda")
+    layers = [
+        quantize(make_inputs(BASE, 6, seed=seed, device="cuda").weights, held) for seed in range(3)
+    ]
+    expected = [_layer(BASE, inputs, dequantize(weights), backend) for weights in layers]
+    repetition.forget()
+
+    for number in (0, 1, 2, 0):
+        assert_bitwise_equal(_layer(BASE, inputs, layers[number], backend), expected[number])
+    # A refit in place.
+    for tensor, other in zip(*(w.named_tensors().values() for w in layers[:2]), strict=True):
+        tensor.copy_(other)
+    assert_bitwise_equal(_layer(BASE, inputs, layers[0], backend), expected[1])
+    moved = layers[2].map(torch.clone)
+    assert_bitwise_equal(_layer(BASE, inputs, moved, backend), expected[2])
+    assert len(repetition.plans()) == 1
+    assert repetition.plans()[0] is not None
 
 
 @pytest.mark.parametrize("exponent", [0, 1, 128, 129, 200, 254, 255])

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from samebits import Activation, ExpertWeights, ProbPlacement, Routing
+from samebits import Activation, ExpertWeights, Layout, ProbPlacement, Routing
 from samebits.backends import repetition
 from samebits.backends.plan import plan_of
+from samebits.formats import MXFP4, MXFP8, NVFP4, WeightFormat, quantize
+from samebits.formats.weights import QuantizedWeights
 from samebits.ops._triton import launch
 from samebits.ops._triton.launch import Launch
 
@@ -60,6 +62,57 @@ def test_what_decides_is_in_the_key(request_: repetition.Request) -> None:
     assert kind is not None
     assert kind.key == keys[0]
     assert kind.addresses == [0 if t is None else t.data_ptr() for t in same.tensors]
+
+
+def _quantized(held: WeightFormat = MXFP4, hidden: int = 16, width: int = 32) -> QuantizedWeights:
+    dense = ExpertWeights(
+        gate_up=torch.ones(4, 2 * width, hidden), down=torch.ones(4, hidden, width)
+    )
+    return quantize(dense, held)
+
+
+def test_what_decides_about_quantized_weights_is_in_the_key(request_: repetition.Request) -> None:
+    first = _quantized()
+    scales = first.gate_up.scales
+    apart = torch.zeros(*scales.shape[:2], 3, dtype=torch.uint8)[..., :1]
+    others = [
+        _quantized(hidden=15),
+        _quantized(width=31),
+        _quantized(MXFP8),
+        _quantized(NVFP4),
+        first.to(torch.bfloat16),
+        replace(first, gate_up=replace(first.gate_up, scales=apart)),
+        replace(first, layout=Layout(interleave=1)),
+    ]
+    same = first.map(torch.clone)
+
+    kinds = [repetition.kind_of(request_._replace(weights=w)) for w in (first, *others)]
+
+    keys = [kind.key for kind in kinds if kind is not None]
+    assert len(set(keys)) == len(keys) == len(others) + 1
+    kind = repetition.kind_of(request_._replace(weights=same))
+    assert kind is not None
+    assert kind.key == keys[0]
+    places = [t.data_ptr() for t in same.named_tensors().values()]
+    assert [address for address in kind.addresses if address in places] == places
+    scaled = _quantized(WeightFormat(name="fp8", block=(16, 16)))
+    scaled.down.scales.requires_grad_()
+    assert repetition.kind_of(request_._replace(weights=scaled)) is None
+    given = first.down.values.view(-1)[:64].view(torch.float32).view(1, 16)
+    request = request_._replace(x=request_.x[:1], weights=first, out=given)
+    assert repetition.kind_of(request) is None
+
+
+def test_a_call_that_makes_large_buffers_is_not_kept(
+    request_: repetition.Request, no_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repetition, "MOST_BYTES", 100)
+
+    for size, kept in ((25, True), (26, False)):
+        repetition.forget()
+        repetition.record(("key",), request_, lambda size=size: torch.empty(size))
+        assert (repetition.plans()[0] is not None) == kept
+    repetition.forget()
 
 
 def test_what_must_take_the_long_way_has_no_key(request_: repetition.Request) -> None:

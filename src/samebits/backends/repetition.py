@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from samebits.activation import Activation
 from samebits.backends.call import overlap
 from samebits.backends.plan import Plan, plan_of
+from samebits.formats.matrix import QuantizedMatrix
+from samebits.formats.weights import Parameters, QuantizedWeights
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 from samebits.weights import ExpertWeights
@@ -28,10 +30,14 @@ from samebits.weights import ExpertWeights
 MOST_TOKENS = 256
 # Kinds of calls that are kept; past them all are forgotten.
 MOST_PLANS = 4096
+# Bytes of one buffer of a call that is kept. Quantised matrices that are made dense for a call take
+# more: the long way gives them back one by one.
+MOST_BYTES = 1 << 28
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Operators that a repetition does itself, or that change no memory.
 ALLOCATIONS = frozenset(("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
-_KINDS = (Routing, ExpertWeights, Activation, str, int)
+_KINDS = (Routing, Activation, str, int)
+_WEIGHTS = (ExpertWeights, QuantizedWeights)
 
 Key = tuple[Any, ...]
 # None marks a kind of call that cannot be repeated.
@@ -43,7 +49,7 @@ class Request(NamedTuple):
 
     x: Tensor
     routing: Routing
-    weights: ExpertWeights
+    weights: Parameters
     activation: Activation
     placement: ProbPlacement
     backend: str
@@ -62,14 +68,20 @@ class Request(NamedTuple):
             self.x,
             routing.topk_ids,
             routing.topk_probs,
-            weights.gate_up,
-            weights.down,
+            *_parts(weights.gate_up),
+            *_parts(weights.down),
             weights.gate_up_bias,
             weights.down_bias,
             weights.norm_scale,
             self.num_valid_tokens,
             self.offsets,
         )
+
+
+def _parts(matrix: Tensor | QuantizedMatrix) -> tuple[Tensor | None, ...]:
+    if isinstance(matrix, QuantizedMatrix):
+        return matrix.values, matrix.scales, matrix.global_scale
+    return (matrix,)
 
 
 class Kind(NamedTuple):
@@ -94,11 +106,7 @@ def kind_of(request: Request) -> Kind | None:
     # Such an x is copied before the call that would be recorded.
     if x.stride(1) != 1 and x.shape[1] != 1:
         return None
-    # What has another type is for the checks of the long way to judge.
-    kinds = (type(routing), type(weights), type(activation), type(backend), type(start))
-    if kinds != _KINDS or type(placement) not in (ProbPlacement, str):
-        return None
-    if not (out_dtype is None or type(out_dtype) is torch.dtype):
+    if not _are_known(request):
         return None
     if watched() or not has_launches():
         return None
@@ -108,6 +116,9 @@ def kind_of(request: Request) -> Kind | None:
         activation.key, placement, weights.layout.key, backend, start, out_dtype,
         routing.num_experts, None if weights.norm is None else weights.norm.key,
     ]  # fmt: skip
+    if isinstance(weights, QuantizedWeights):
+        # Two columns share a byte: shapes do not tell how many there are.
+        traits += (weights.format.key, weights.dtype, weights.gate_up.columns, weights.down.columns)
     if not _add_traits((*tensors, out), traits, addresses):
         return None
     if out is not None and _meets(out, addresses.pop(), tensors, addresses):
@@ -115,6 +126,17 @@ def kind_of(request: Request) -> Kind | None:
     if out is None:
         addresses.pop()
     return Kind(tuple(traits), addresses)
+
+
+def _are_known(request: Request) -> bool:
+    """Return whether types are as asked; the checks of the long way judge others."""
+    _, routing, weights, activation, placement, backend, start, out_dtype, *_ = request
+    return (
+        (type(routing), type(activation), type(backend), type(start)) == _KINDS
+        and type(weights) in _WEIGHTS
+        and type(placement) in (ProbPlacement, str)
+        and (out_dtype is None or type(out_dtype) is torch.dtype)
+    )
 
 
 def _add_traits(
@@ -229,10 +251,20 @@ def record(key: Key, request: Request, function: Callable[[], Tensor]) -> Tensor
     # Imported here: the operator must not need Triton.
     from samebits.ops._triton.launch import recorded_launches
 
-    with Watch() as watch, recorded_launches() as made:
+    large: list[int] = []
+
+    def allocated(tensor: Tensor) -> None:
+        if tensor.nbytes > MOST_BYTES:
+            large.append(tensor.nbytes)
+
+    def keep(launch: Any) -> Any:
+        # What is kept of a launch holds its buffers until the call ends.
+        return None if large else launch
+
+    with Watch(allocated) as watch, recorded_launches(keep) as made:
         out = function()
     if len(_PLANS) >= MOST_PLANS:
         forget()
-    repeatable = made.complete and not watch.others
+    repeatable = made.complete and not watch.others and not large
     _PLANS[key] = plan_of(request.tensors, request.out, made.launches, out) if repeatable else None
     return _written(request, out)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from samebits import Activation, Layout, Routing, WeightGradients
+from samebits.backends import passes
+from samebits.backends.recorder import Pass
 from samebits.nn import Experts
 from samebits.testing.numerics import assert_bitwise_equal
 
@@ -92,6 +94,26 @@ def test_microbatches_are_added_in_their_order_each_with_one_rounding(backend: s
         expected = torch.full_like(parameter.main_grad, 0.5)
         for single in alone:
             expected = expected + single.get_parameter(name).main_grad
+        assert_bitwise_equal(parameter.main_grad, expected, name)
+
+
+@pytest.mark.usefixtures("unpoisoned_memory")
+@pytest.mark.parametrize("delayed", [False, True])
+def test_steps_with_buffers_are_repeated_by_their_launches(delayed: bool) -> None:
+    module = _with_buffers(_module("fused"), delayed=delayed)
+    alone = _with_buffers(_module("fused"), delayed=delayed)
+    passes.forget()
+    # Each alone takes the long way, or is recorded.
+    for owner, seeds in ((alone, (0,)), (module, (0, 0, 0, 0))):
+        for seed in seeds:
+            _step(owner, seed)
+            if delayed:
+                owner.backward_dw()
+
+    assert [known for known in passes.passes() if not isinstance(known, Pass)] == []
+    for name, parameter in module.named_parameters():
+        single = alone.get_parameter(name).main_grad
+        expected = ((single + single) + single) + single
         assert_bitwise_equal(parameter.main_grad, expected, name)
 
 

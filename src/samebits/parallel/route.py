@@ -7,7 +7,7 @@ where one rank holds all tokens. Bytes are moved, never numbers: every dtype and
 
 import zlib
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
 from operator import or_
 from typing import Any
@@ -235,10 +235,8 @@ def depart(
     check_slots(topk_ids, ranks.num_experts, num_valid_tokens)
     metadata = sort(topk_ids, ranks.num_experts, num_valid_tokens)
     told_too = (0 if wrong is None else _STOP) | torch.is_inference_mode_enabled() * _INFERENCE
-    most = ranks.num_experts + 3
-    room = max(_LEAST, 1 << (most - 1).bit_length()) - most
-    header = wishes | told_too, zlib.crc32(agreement.encode()) >> 1, *(0,) * room
-    mine = torch.cat((on_device(header, topk_ids.device, torch.int32), metadata.offsets))
+    header = _header(wishes | told_too, agreement, ranks.num_experts, topk_ids.device)
+    mine = torch.cat((header, metadata.offsets))
     told = mine.new_empty(ranks.size * mine.shape[0])
     _gather(told, mine, group=ranks.group)
     told = told.view(ranks.size, -1)
@@ -250,6 +248,14 @@ def depart(
     return Departure(
         ranks, metadata, topk_ids.shape[1], wishes, agreement, wrong, told, heard, copied
     )
+
+
+@lru_cache(maxsize=256)
+def _header(wishes: int, agreement: str, num_experts: int, device: torch.device) -> Tensor:
+    """Return what is told before the offsets; kept, see ``on_device``."""
+    size = max(_LEAST, 1 << (num_experts + 2).bit_length()) - num_experts - 1
+    numbers = (wishes, zlib.crc32(agreement.encode()) >> 1, *(0,) * (size - 2))
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 def wrong_ids(topk_ids: Tensor, num_experts: int, count: Tensor | None) -> ValueError | None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from samebits.backends import BACKENDS, passes
 from samebits.backends.recorder import Pass
-from samebits.errors import UnsupportedError
 from samebits.experts import experts
 from samebits.problem import Problem, ProbPlacement
 from samebits.routing import Routing
@@ -130,17 +129,22 @@ def test_a_recomputed_projection_has_the_same_bits(placement: ProbPlacement, bac
 
 
 @pytest.mark.usefixtures("unpoisoned_memory")
-def test_without_gradients_of_its_own_it_does_not_run_the_forward_either() -> None:
-    problem = _in(CASES["norm"], "bf16")
-    inputs = make_inputs(problem, 40, device="cuda")
-    layer = partial(experts, recompute=True)
-    expected = run(problem, inputs, "auto")
+@pytest.mark.parametrize("backend", ["fused", "grouped"])
+@pytest.mark.parametrize("placement", ProbPlacement)
+def test_gradients_around_a_norm_repeat_and_are_those_of_a_recomputed_pass(
+    placement: ProbPlacement, backend: str
+) -> None:
+    whole = replace(CASES["gpt-oss-whole"], norm_eps=1e-5, placement=placement, **SHAPE)
+    problem = _in(whole, "bf16")
+    inputs = make_inputs(problem, 300, distribution="dropped", device="cuda")
+    expected = run(problem, inputs, "fused")
+    assert "d_norm_scale" in expected
 
-    for _ in range(3):
-        for quantity, value in run_function(problem, inputs, layer).items():
-            assert_bitwise_equal(value, expected[quantity], quantity)
-    with pytest.raises(UnsupportedError, match="no gradients of a post-expert norm"):
-        run_function(problem, inputs, partial(layer, backend="fused"))
+    for recompute in (False, True):
+        layer = partial(experts, backend=backend, recompute=recompute)
+        for _ in range(4):
+            for quantity, value in run_function(problem, inputs, layer).items():
+                assert_bitwise_equal(value, expected[quantity], quantity)
 
 
 @pytest.mark.usefixtures("unpoisoned_memory")

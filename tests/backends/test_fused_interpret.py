@@ -77,6 +77,40 @@ def test_every_gradient_is_within_the_budget(name: str, placement: ProbPlacement
     }
 
 
+@pytest.mark.parametrize("placement", ProbPlacement)
+@pytest.mark.parametrize(("dtype", "small"), [("fp32", False), ("fp16", False), ("fp16", True)])
+def test_every_gradient_around_a_norm_is_within_the_budget(
+    dtype: str, small: bool, placement: ProbPlacement
+) -> None:
+    whole = replace(CASES["gpt-oss-whole"], H=24, F=20, dtype=dtype, norm_eps=1e-5, out_dtype=None)
+    whole = replace(whole, gate_up_bias=dtype, down_bias=dtype)
+    problem = replace(whole, placement=placement, grad=True)
+    inputs = make_inputs(problem, 11, distribution="dropped")
+    if small:
+        # Too small for the norm to undo them: their gradients outweigh the others'.
+        inputs.routing.topk_probs[::3] *= 1e-3
+        inputs.routing.topk_probs[4] = 0.0
+
+    judgements = judge_all(problem, inputs, _results(problem, inputs, _wanted(inputs)))
+
+    assert judgements.keys() >= {"d_norm_scale", "d_topk_probs", "d_down_bias"}
+    assert all(j.passed for j in judgements.values()), {
+        name: str(j) for name, j in judgements.items() if not j.passed
+    }
+
+
+def test_the_gradient_of_the_scale_is_added_to_its_buffer() -> None:
+    problem = replace(CASES["norm"], H=24, F=20, E=3, grad=True)
+    inputs = make_inputs(problem, 5)
+    (once,) = (_results(problem, inputs, frozenset({"norm_scale"}))[k] for k in ("d_norm_scale",))
+    buffer = Buffer(torch.full_like(once, 3.0), True)
+
+    results = _results(problem, inputs, frozenset({"norm_scale"}), {"norm_scale": buffer})
+
+    assert results.keys() == {"out"}
+    assert_bitwise_equal(buffer.tensor, once + 3.0)
+
+
 def test_the_first_projection_is_computed_again() -> None:
     problem = replace(CASES["local-experts"], placement=ProbPlacement.FC1_INPUT, grad=True)
     call = _call(make_inputs(problem, 5))

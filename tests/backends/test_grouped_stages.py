@@ -82,9 +82,6 @@ def test_what_it_cannot_do_has_a_reason() -> None:
         "its kernels compute bf16, fp16 and fp32": replace(base, dtype="fp64"),
         "its kernels need sm_80 or newer, not sm_75": replace(base, device="sm_75"),
         "it has kernels for NVIDIA GPUs and for cpu, not for mps": replace(base, device="mps"),
-        "it has no gradients of a post-expert norm on a GPU": replace(
-            base, norm_eps=1e-5, grad=True
-        ),
     }
 
     assert device.why_not(base) is None

@@ -17,11 +17,17 @@ from cubins_indirect_gemm import _Collect
 from samebits.ops.row_norm import kernel
 
 # A size of 1 is a constant to Triton.
-CASES = {"1": 1, "40": 40}
+CASES = {
+    "1": (1, False),
+    "40": (40, False),
+    "backward-40": (40, True),
+    "backward-7168": (7168, True),
+}
 
 
-def build(hidden: int, sm: int) -> Any:
-    """Return the compiled kernel of rows of ``hidden`` elements for ``sm``."""
+def build(case: tuple[int, bool], sm: int) -> Any:
+    """Return the compiled kernel of rows of so many elements for ``sm``, or its backward."""
+    hidden, backward = case
     driver.set_active(
         SimpleNamespace(
             get_current_target=lambda: GPUTarget("cuda", sm, 32),
@@ -29,13 +35,22 @@ def build(hidden: int, sm: int) -> Any:
             get_current_stream=lambda _: 0,
         )
     )
-    function = kernel._row_norm_kernel
+    name = "_row_norm_backward_kernel" if backward else "_row_norm_kernel"
+    function = getattr(kernel, name)
     collect = function if isinstance(function, _Collect) else _Collect(function)
-    kernel._row_norm_kernel = collect
+    setattr(kernel, name, collect)
     y = torch.empty(5, hidden, device="meta")
     scale = torch.empty(hidden, dtype=torch.bfloat16, device="meta")
     kept = torch.empty(1, dtype=torch.int32, device="meta")
-    kernel.launch_row_norm(y, scale, kept, 1e-6, torch.bfloat16)
+    if not backward:
+        kernel.launch_row_norm(y, scale, kept, 1e-6, torch.bfloat16)
+        return collect.compiled
+    dout = torch.empty(5, hidden, dtype=torch.bfloat16, device="meta")
+    offsets, index = (torch.empty(n, dtype=torch.int32, device="meta") for n in (65, 5))
+    probs, bias = torch.empty(5, 1, device="meta"), torch.empty(64, hidden, device="meta")
+    kernel.launch_row_norm_backward(
+        y, scale, dout, offsets, index, index, 1e-6, y_probs=None, h_probs=probs, bias=bias
+    )
     return collect.compiled
 
 

@@ -276,6 +276,4 @@ def why_no_kernels(problem: Problem) -> str | None:
             return f"Triton reads E4M3 numbers on sm_89 or newer, not on {problem.device}"
     if problem.dtype == "fp64":
         return "its kernels compute bf16, fp16 and fp32"
-    if problem.norm_eps is not None and problem.grad:
-        return "it has no gradients of a post-expert norm on a GPU"
     return None

@@ -13,6 +13,7 @@ from torch import Tensor
 from samebits.backends import recorder
 from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
 from samebits.backends.matrices import dense_of
+from samebits.backends.norm_gradients import Normed
 from samebits.backends.stages import by_row, metadata_of
 from samebits.ops.permute.tuning import Metadata
 from samebits.problem import Problem, ProbPlacement
@@ -43,15 +44,22 @@ def backward(
     topk, total = problem.K, call.topk_ids.numel()
     on_input = problem.placement == ProbPlacement.FC1_INPUT
     probs = call.topk_probs.contiguous()
-    config = hidden_tuning.heuristic(max(total, 1), problem.E, problem.device)
-    if problem.dtype == "fp32":
-        config = config.for_fp32()
+    tile = hidden_tuning.heuristic(max(total, 1), problem.E, problem.device)
+    config = tile.for_fp32() if problem.dtype == "fp32" else tile
     metadata = metadata_of(problem, call, config.block_r)
     dout = dout.to(call.x.dtype).contiguous()
-    in_rows = call.offsets is not None or bool(want & {"down", "down_bias"})
-    dy = by_row(problem, call, dout, metadata.inverse) if in_rows else dout
+    normed = None if problem.norm_eps is None else Normed(problem, call, z, metadata, dout)
+    in_rows = True
+    if normed is not None:
+        dy = normed.dy
+    elif want & {"down", "down_bias"} or call.offsets is not None:
+        dy = by_row(problem, call, dout, metadata.inverse)
+    else:
+        dy, in_rows = dout, False
+    # Of what follows from dy; the norm has made use of a probability behind it.
+    factor = None if on_input or (normed and not normed.needs_partial) else probs
     want_dz = bool(want & {"x", "gate_up", "gate_up_bias"}) or (on_input and "topk_probs" in want)
-    want_partial = "topk_probs" in want and not on_input
+    want_partial = "topk_probs" in want and factor is not None
     dz = h = partial = None
     # The bias of the second projection alone needs no product.
     if want_dz or want_partial or "down" in want:
@@ -61,7 +69,7 @@ def backward(
             z,
             metadata.slots,
             metadata.tiles,
-            None if on_input else probs,
+            factor,
             problem.activation,
             problem.layout,
             config,
@@ -78,10 +86,12 @@ def backward(
     if dz is not None and products.first_comes_first():
         grads |= products.of_first(dz, probs if on_input else None)
         dz = None
-    grads |= products.of_second(dy, h, None if on_input else probs)
+    grads |= products.of_second(dy, h, factor)
     # Their memory serves the next products.
     del dy, h
-    if partial is not None:
+    if normed is not None:
+        grads |= normed.others(want, into, partial)
+    elif partial is not None:
         bias = None if call.down_bias is None else call.down_bias.contiguous()
         grads["topk_probs"] = launch_probs_gradient(
             partial,

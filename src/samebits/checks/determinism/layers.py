@@ -29,6 +29,7 @@ from samebits.weights import Layout
 
 HIDDEN = "ops/hidden_gradient/kernel.py:"
 INDIRECT = "ops/indirect_gemm/kernel.py:"
+NORM = "ops/row_norm/kernel.py:"
 SLOT = "ops/slot_gemm/kernel.py:"
 WEIGHT = "ops/weight_gradient/kernel.py:"
 FIRST, SECOND = f"{INDIRECT}_first_projection_kernel", f"{INDIRECT}_second_projection_kernel"
@@ -161,7 +162,7 @@ def forward(family: str, problem: Problem, per_expert: float) -> Variant:
     if problem.placement == ProbPlacement.FC1_INPUT:
         kernels.append(f"{PERMUTE}_gather_kernel")
     if problem.norm_eps is not None:
-        kernels.append("ops/row_norm/kernel.py:_row_norm_kernel")
+        kernels.append(f"{NORM}_row_norm_kernel")
     tiles = _projections(family, problem, tokens)
     return layer_variant("fused", family, problem, tokens, kernels, tiles)
 
@@ -197,7 +198,13 @@ def backward(family: str, problem: Problem, per_expert: float) -> Variant:
         SECOND,
         *(f"{PERMUTE}{name}" for name in ("_sum_kernel", "_gather_kernel", "_tiles_kernel")),
     ]
-    if problem.placement != ProbPlacement.FC1_INPUT:
+    if problem.norm_eps is not None:
+        kernels += [f"{NORM}{name}" for name in ("_row_norm_kernel", "_row_norm_backward_kernel")]
+        kernels += [f"{WEIGHT}{name}" for name in ("_chunk_sums_kernel", "_sum_chunks_kernel")]
+        kernels.append(f"{ACTIVATION}_activation_forward_kernel")
+        if problem.placement == ProbPlacement.FC2_INPUT:
+            kernels.append(f"{NORM}_row_norm_probs_kernel")
+    elif problem.placement != ProbPlacement.FC1_INPUT:
         kernels.append(f"{HIDDEN}_probs_gradient_kernel")
     if problem.gate_up_bias is not None:
         kernels += [f"{WEIGHT}_chunk_sums_kernel", f"{WEIGHT}_sum_chunks_kernel"]
@@ -205,8 +212,9 @@ def backward(family: str, problem: Problem, per_expert: float) -> Variant:
     weight = weight_tuning.heuristic(rows, problem.E, problem.device)
     dx = indirect_tuning.input_gradient_heuristic(rows, problem.E, problem.device)
     tiles = _projections(family, problem, tokens)
-    # Once for y, once for the gradient of the input.
-    both = [tiles["_second_projection_kernel"], tile_of(family, problem, dx)]
+    # Once for y, which a norm needs again, and once for the gradient of the input.
+    again = [tiles["_second_projection_kernel"]] * (1 if problem.norm_eps is None else 2)
+    both = [*again, tile_of(family, problem, dx)]
     tiles |= {
         "_second_projection_kernel": both,
         "_hidden_gradient_kernel": tile_of(family, problem, hidden),

@@ -27,7 +27,7 @@ from samebits.checks.determinism.variant import Variant
 from samebits.formats.descriptor import FormatPair
 from samebits.ops.hidden_gradient import tuning as hidden_tuning
 from samebits.ops.indirect_gemm import tuning as indirect_tuning
-from samebits.problem import Problem
+from samebits.problem import Problem, ProbPlacement
 from samebits.weights import Layout
 
 SITU = Activation(kind="situ", gate_softcap=4.0, up_softcap=5.0)
@@ -72,6 +72,9 @@ def options() -> Iterator[Variant]:
     yield forward("post", replace(FEW, activation=post), 10.0)
     for kind in ("gelu", "gelu_tanh", "relu"):
         yield forward(kind, replace(FEW, activation=Activation(kind=kind)), 10.0)
+    for placement in ProbPlacement:
+        normed = replace(FEW, norm_eps=1e-5, placement=placement)
+        yield backward(f"norm-{placement.value}", normed, 10.0)
     yield forward("fp32-out", replace(FEW, out_dtype="fp32"), 10.0)
     for topk in (2, 16):
         yield single_slots(f"K={topk}", replace(FEW, K=topk))

@@ -13,7 +13,8 @@ from samebits.parallel.route import depart
 from samebits.testing.cases import MODELS
 
 BF16 = torch.bfloat16
-ROUNDS, CALLS = 5, 3
+# Rounds, and ms that the calls of one take in all: 3 calls at least, 30 at most.
+ROUNDS, SPAN = 5, 20.0
 _STREAMS = []
 
 
@@ -23,19 +24,30 @@ def sync(device):
 
 
 def clock(function, device):
-    """Return the median time of ``function`` in ms, of the slowest rank."""
+    """Return the median time of ``function`` in ms, of the slowest rank.
+
+    Calls follow one another, as in training: a device that waits for the host at the start of the
+    first one shall not count as if it did so each time.
+    """
     function()
-    function()
-    times = []
-    for _ in range(ROUNDS):
-        dist.barrier()
-        sync(device)
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            function()
-        sync(device)
-        times.append((time.perf_counter() - start) / CALLS * 1e3)
-    found = torch.tensor([statistics.median(times)], device=device)
+    calls = round(min(max(SPAN / _worst(_timed(function, device, 1), device), 3), 30))
+    times = [_timed(function, device, calls) for _ in range(ROUNDS)]
+    return _worst(statistics.median(times), device)
+
+
+def _timed(function, device, calls):
+    dist.barrier()
+    sync(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    sync(device)
+    return (time.perf_counter() - start) / calls * 1e3
+
+
+def _worst(value, device):
+    """Return the largest value of all ranks; the same on each."""
+    found = torch.tensor([value], device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
 

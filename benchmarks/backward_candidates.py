@@ -113,7 +113,8 @@ def changes(stage, slots, experts):
         for tile in dict.fromkeys((used, outer(128, 256, 64, 8, 3, stored=True)))
         for last in (False, True)
     ]
-    return [used, *early, outer(128, 256, 32, 8, 3, stored=True, next_early=True, last_early=True)]
+    both = {"stored": True, "next_early": True, "last_early": True}
+    return [used, *early, *(outer(128, 256, 32, 8, stages, **both) for stages in (3, 5))]
 
 
 def candidates(stage, rows_per_expert):

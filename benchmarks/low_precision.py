@@ -5,6 +5,10 @@
 Both are captured in CUDA graphs that rotate through several routings; the bits are compared first.
 floor = max(FLOP / 790 TFLOP/s, bytes / 4.3 TB/s), bytes = quantised weights of touched experts once
 + activations once. Rows are JSON lines: ours, and ``dense``.
+
+Formats fp8-rows and mxfp8-rows quantise activations too (W8A8). Their numbers are others than the
+dense layer's, so that the distance is printed, and bits are compared from call to call. FP8 numbers
+are multiplied as they are, at twice the FLOP/s.
 """
 
 import argparse
@@ -25,12 +29,16 @@ from timing import compile_in_processes
 
 from samebits import warmup
 from samebits.experts import experts
-from samebits.formats import FP8, MXFP4, MXFP8, NVFP4
+from samebits.formats import FP8, MXFP4, MXFP8, NVFP4, ROWS_FP8
 from samebits.formats.descriptor import FormatPair
 from samebits.routing import Routing
 from samebits.testing.cases import MODELS
 
 FORMATS = {f.name: f for f in (FP8, MXFP8, MXFP4, NVFP4)}
+# Of the activations, by what a cell calls its format; weights are in the format of the first word.
+ROW_FORMATS = {"fp8-rows": ROWS_FP8, "mxfp8-rows": MXFP8}
+# What quantised activations may change, as a share of the output.
+FARTHEST = 0.125
 DECODE = [
     (shape, key, tokens)
     for key in ("fp8", "mxfp4", "mxfp8")
@@ -46,9 +54,28 @@ PREFILL = [
 REPLAY_MS = 6.0
 
 
+ROWS = [
+    (shape, key, tokens)
+    for key in ROW_FORMATS
+    for shape in ("mixtral", "deepseek-v3")
+    for tokens in (16, 4096)
+]
+
+
+def format_of(key):
+    """Return the format of the weights."""
+    return FORMATS[key.removesuffix("-rows")]
+
+
 def problem_of(shape, key):
-    held = FORMATS[key]
-    return replace(MODELS[shape], format=FormatPair(gate_up=held, down=held))
+    held, rows = format_of(key), ROW_FORMATS.get(key)
+    pair = FormatPair(gate_up=held, down=held)
+    return replace(MODELS[shape], format=pair, row_format=rows)
+
+
+def backend_of(problem):
+    """Return the backend that is timed."""
+    return "fused" if problem.row_format is None else "grouped"
 
 
 def floor_ms(problem, sets):
@@ -57,16 +84,22 @@ def floor_ms(problem, sets):
     tokens, hidden, columns = sets[0][0].shape[0], problem.H, problem.F
     held = problem.format.gate_up
     byte = 3 * touched * hidden * columns * held.bits / 8 + 4 * tokens * hidden
-    return max(6 * tokens * problem.K * hidden * columns / FLOPS, byte / BYTES) * 1e3
+    flops = 2 * FLOPS if problem.row_format == ROWS_FP8 else FLOPS
+    return max(6 * tokens * problem.K * hidden * columns / flops, byte / BYTES) * 1e3
 
 
 def captured(problem, weights, sets):
     """Return a graph of one call for each set, and the output of the first."""
 
     def layer(x, ids, probs):
-        return experts(x, Routing(ids, probs), weights, problem.activation, backend="fused")
+        return experts(
+            x, Routing(ids, probs), weights, problem.activation,
+            backend=backend_of(problem), row_format=problem.row_format,
+        )  # fmt: skip
 
     out = layer(*sets[0])
+    again = layer(*sets[0])
+    assert torch.equal(out, again), "two calls gave different bits"
     for values in sets[1:]:
         layer(*values)
     torch.cuda.synchronize()
@@ -104,8 +137,15 @@ def measure(shape, key, tokens, stored, plain):
     """Return the rows of one cell: ours, and the dense layer's."""
     problem = problem_of(shape, key)
     sets = sets_of(problem, tokens, "uniform")
-    (graph, out), (other, expected) = (captured(problem, w, sets) for w in (stored, plain))
+    without = replace(problem, format=None, row_format=None)
+    (graph, out), (other, expected) = (
+        captured(problem, stored, sets),
+        captured(without, plain, sets),
+    )
     same = bool(torch.equal(out, expected))
+    distance = float((out.float() - expected.float()).norm() / expected.float().norm())
+    if problem.row_format is not None:
+        same = distance < FARTHEST
     ms, dense_ms = interleaved((graph, other), len(sets))
     floor = floor_ms(problem, sets)
     about = {"op": "low_precision", "shape": shape, "format": key, "T": tokens}
@@ -114,7 +154,9 @@ def measure(shape, key, tokens, stored, plain):
         ours["ms"] = ms
     print(
         f"{shape:13} {key:6} T={tokens:<5} {ms:8.4f} ms  dense {dense_ms:8.4f} ms  "
-        f"{dense_ms / ms:5.2f}x  {floor / ms:.2f} of the floor" + ("" if same else "  OTHER BITS"),
+        f"{dense_ms / ms:5.2f}x  {floor / ms:.2f} of the floor"
+        + ("" if problem.row_format is None else f"  distance {distance:.1e}")
+        + ("" if same else "  OTHER BITS"),
         flush=True,
     )
     return [ours, about | {"candidate": "dense", "ms": dense_ms}]
@@ -128,9 +170,10 @@ def cells_of(text):
 
 def compile_share(cells, index, count):
     jobs = [(problem_of(shape, key), tokens) for shape, key, tokens in cells]
-    jobs += dict.fromkeys((replace(problem, format=None), tokens) for problem, tokens in jobs)
+    plain = {"format": None, "row_format": None}
+    jobs += dict.fromkeys((replace(problem, **plain), tokens) for problem, tokens in jobs)
     for problem, tokens in jobs[index::count]:
-        warmup(problem, [tokens], backend="fused")
+        warmup(problem, [tokens], backend=backend_of(problem))
 
 
 def main(argv=None):
@@ -140,7 +183,7 @@ def main(argv=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cells", type=cells_of, default=DECODE + PREFILL)
+    parser.add_argument("--cells", type=cells_of, default=DECODE + PREFILL + ROWS)
     parser.add_argument("--assert", dest="targets", type=Path, help="a TOML file of targets")
     parser.add_argument("--compile-share", nargs=2, type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -157,7 +200,7 @@ def main(argv=None):
     versions["triton"] = triton.__version__
     with torch.no_grad():
         for shape, key in dict.fromkeys(cell[:2] for cell in arguments.cells):
-            stored = random_weights(FORMATS[key], MODELS[shape])
+            stored = random_weights(format_of(key), MODELS[shape])
             plain = dense(stored)
             for cell in arguments.cells:
                 if cell[:2] == (shape, key):

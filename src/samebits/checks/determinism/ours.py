@@ -7,6 +7,7 @@ what is listed) or gets a call of its own; until then it is owed in ``evidence/d
 
 from collections.abc import Iterator
 
+from samebits.checks.determinism.eight_bits import eight_bits
 from samebits.checks.determinism.layers import layers
 from samebits.checks.determinism.operations import operations
 from samebits.checks.determinism.options import options
@@ -19,4 +20,5 @@ def variants() -> Iterator[Variant]:
     """Yield every variant."""
     yield from layers()
     yield from options()
+    yield from eight_bits()
     yield from operations()

@@ -1,8 +1,9 @@
 """Rows of a tile in 8 bits: the scale of each block, and the codes of its numbers.
 
-The bits are those of ``samebits.formats.packing``. E4M3 codes come from integer arithmetic where
-the hardware has no conversion (before sm_89, and in the interpreter); both have one answer for
-every number: nearest, ties to even, saturating, and 0x7F for NaN.
+The bits are those of ``samebits.formats.packing``. E4M3 codes come from integer arithmetic before
+sm_90, where Triton has no conversion or one that rounds to fp16 first, and in the interpreter;
+otherwise from the hardware. Both have one answer for every number: nearest, ties to even,
+saturating, and 0x7F for NaN.
 """
 
 import triton
@@ -19,7 +20,7 @@ _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 @triton.jit
 def encode_e4m3(numbers):
     """Return the uint8 codes of fp32 numbers."""
-    if not _INTERPRETED and cuda_capability_geq(8, 9):
+    if not _INTERPRETED and cuda_capability_geq(9, 0):
         codes = numbers.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         bits = numbers.to(tl.uint32, bitcast=True)

@@ -42,6 +42,6 @@ CANDIDATES = (
     Config(block_r=16, block_n=128, num_warps=4, num_stages=4),
     Config(block_r=32, block_n=128, num_warps=4, num_stages=4),
     Config(block_r=16, block_n=64, num_warps=4, num_stages=5),
-    Config(block_r=128, block_n=128, num_warps=8, num_stages=4),
+    Config(block_r=128, block_n=64, num_warps=4, num_stages=4),
     Config(block_r=64, block_n=256, num_warps=8, num_stages=4),
 )

@@ -13,7 +13,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from samebits.backends import operator
-from samebits.checks.determinism import layers, operations, options
+from samebits.checks.determinism import eight_bits, layers, operations, options
 from samebits.checks.determinism.command import OURS
 from samebits.checks.determinism.launches import mismatch, observed
 from samebits.checks.determinism.replay import run
@@ -48,15 +48,18 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in ((layers, ("FEW", "WHOLE")), (options, ("FEW", "WHOLE", "HELD"))):
         for name in names:
             monkeypatch.setattr(module, name, small(getattr(module, name)))
-    for family, problem in layers.FAMILIES.items():
-        monkeypatch.setitem(layers.FAMILIES, family, small(problem))
+    for families in (layers.FAMILIES, eight_bits.FAMILIES):
+        for family, problem in families.items():
+            monkeypatch.setitem(families, family, small(problem))
+    monkeypatch.setattr(eight_bits, "FEW", small(eight_bits.FEW))
     for family, (problem, dtypes) in options.FORMATS.items():
         monkeypatch.setitem(options.FORMATS, family, (small(problem), dtypes))
 
 
 def of_layers() -> Iterator[Variant]:
     formats = map(operations.dequantize, options.FORMATS)
-    return (v for v in chain(layers.layers(), options.options(), formats) if v.expected == "same")
+    found = chain(layers.layers(), options.options(), eight_bits.eight_bits(), formats)
+    return (v for v in found if v.expected == "same")
 
 
 @pytest.mark.usefixtures("on_an_h200")

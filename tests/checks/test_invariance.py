@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from samebits.checks.invariance import Rows, audit
+from samebits.checks.invariance.audit import results
 from samebits.cli import main
 
 pytestmark = pytest.mark.reference
@@ -106,10 +107,10 @@ def test_nothing_is_said_where_the_same_call_differs():
     }
 
 
-def test_a_row_that_cannot_be_alone_is_not_judged_by_size():
+def test_a_row_that_cannot_be_alone_is_judged_against_the_smallest_batch():
     found = answers(together)
 
-    assert found["T"].reason == "T=2: ValueError: one row has no variance"
+    assert found["T"].reason == ""
     assert found["T"].difference is None
     assert found["neighbours"].difference is None
     assert found["neighbours"].reason == ""
@@ -195,3 +196,62 @@ def test_bad_input_is_refused(words, code, message, capsys):
 def test_a_backend_that_cannot_run_here(capsys):
     assert main(["check", "invariance", "fused"]) == 3
     assert "needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+def _verdicts(function, tokens=(1, 2, 16, 17)) -> dict[str, tuple[str, str]]:
+    rows = Rows(function, [torch.randn(20, 8, generator=torch.Generator().manual_seed(0))])
+    found = results(list(audit(rows, tokens)), "f", "")
+    return {result.case: (result.verdict, result.note) for result in found}
+
+
+def test_a_result_that_is_by_chance_as_long_as_a_batch_holds_no_rows():
+    found = _verdicts(lambda x: (2 * x, torch.arange(16.0)))
+
+    assert {verdict for verdict, _ in found.values()} == {"pass"}
+
+
+def test_sizes_that_a_function_refuses_are_named_and_the_others_judged():
+    def even(x):
+        if len(x) % 2:
+            raise ValueError("odd")
+        return x - x.mean(0)
+
+    found = _verdicts(even, (1, 2, 4, 17, 20))
+
+    verdict, note = found["T"]
+    assert verdict == "fail"
+    assert "T=4, row 0 first, against T=2, the smallest that runs" in note
+    assert "could not be run at 17 (T=17: ValueError: odd)" in note
+    assert found["neighbours"][0] == "fail"
+
+
+def test_results_that_are_all_nan_show_nothing():
+    found = _verdicts(lambda x: x * float("nan"))
+
+    assert {verdict for verdict, _ in found.values()} == {"not_run"}
+    assert "every result is NaN" in found["T"][1]
+
+
+def test_imaginary_parts_are_compared_and_measured():
+    rows = Rows(lambda x: torch.complex(x, x - x.mean(0)), [torch.arange(12.0).reshape(4, 3)])
+
+    found = {answer.case: answer.difference for answer in audit(rows, (1, 2))}
+
+    assert found["T"] is not None
+    assert found["T"].largest == 1.5
+
+
+def test_a_call_that_only_repeats_is_no_pass(tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "few_calls_of_a_test.py").write_text(
+        "import torch\n"
+        "calls = []\n"
+        "def few(x):\n"
+        "    calls.append(x)\n"
+        "    assert len(calls) <= 4\n"
+        "    return x\n"
+        "def make_inputs(): return (torch.randn(6, 8),), {}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["check", "invariance", "few_calls_of_a_test:few", "--tokens", "1,2,4"]) == 3
+    assert "pass" in capsys.readouterr().out

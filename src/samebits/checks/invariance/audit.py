@@ -8,8 +8,9 @@
 The first that differs explains those after it: with another T a library may choose another kernel.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -79,12 +80,17 @@ def audit(rows: Rows, tokens: Sequence[int] = TOKENS) -> Iterator[Answer]:
     """
     sizes = sorted(set(tokens))
     try:
+        smallest = rows.learn(sizes)
         whole = rows.batch(0, sizes[-1])
         first = rows.in_order(0, sizes[-1])
         again = rows.outputs(whole)
     except FOREIGN_ERRORS as error:
         for case in CASES:
-            yield Answer(case, None, f"T={sizes[-1]}: {type(error).__name__}: {_line(error)}")
+            yield Answer(case, None, f"T={sizes[-1]}: {_told(error)}")
+        return
+    if all(bool(result.isnan().all()) for result in first.values()):
+        for case in CASES:
+            yield Answer(case, None, f"T={sizes[-1]}: every result is NaN: nothing can be told")
         return
     found = _unrepeated(first, again, whole)
     yield Answer("repeat", found, note=f"T={sizes[-1]}")
@@ -92,7 +98,8 @@ def audit(rows: Rows, tokens: Sequence[int] = TOKENS) -> Iterator[Answer]:
         for case in CASES[1:]:
             yield Answer(case, None, "the same call twice gives other bits")
         return
-    for case, compare in (("T", _sizes), ("position", _positions), ("neighbours", _neighbours)):
+    compared = (("T", partial(_sizes, smallest)), ("position", _positions))
+    for case, compare in (*compared, ("neighbours", _neighbours)):
         yield _case(case, compare, rows, sizes)
 
 
@@ -114,7 +121,8 @@ _Compare = Callable[[Rows, int, int], Iterator[Difference | None]]
 
 def _case(case: str, compare: _Compare, rows: Rows, sizes: Sequence[int]) -> Answer:
     first: Difference | None = None
-    wrong = []
+    wrong, refused = [], []
+    why = ""
     tried = 0
     for size in sizes:
         try:
@@ -127,23 +135,30 @@ def _case(case: str, compare: _Compare, rows: Rows, sizes: Sequence[int]) -> Ans
                     first = first or differences[0]
                     break
         except FOREIGN_ERRORS as error:
-            reason = f"T={size}: {type(error).__name__}: {_line(error)}"
-            return Answer(case, first, "" if first else reason, note=reason)
+            refused.append(size)
+            why = why or f"T={size}: {_told(error)}"
     if tried == 0:
-        return Answer(case, None, f"batches of {sizes[-1]} leave nothing to change")
-    listed = ", ".join(str(size) for size in sizes)
-    note = f"T={listed}" if not wrong else f"wrong at T={', '.join(map(str, wrong))} of {listed}"
+        return Answer(case, None, why or f"batches of {sizes[-1]} leave nothing to change")
+    done = _listed(size for size in sizes if size not in refused)
+    note = f"wrong at T={_listed(wrong)} of {done}" if wrong else f"T={done}"
+    if refused:
+        note += f"; could not be run at {_listed(refused)} ({why})"
     return Answer(case, first, note=note)
+
+
+def _listed(sizes: Iterable[int]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def _probes(count: int) -> list[int]:
     return sorted({0, count - 1})
 
 
-def _sizes(rows: Rows, row: int, size: int) -> Iterator[Difference | None]:
-    if size > 1:
-        alone = rows.in_order(row, 1)
-        about = {"case": "T", "what": f"T={size}, row {row} first, against alone", "row": row}
+def _sizes(smallest: int, rows: Rows, row: int, size: int) -> Iterator[Difference | None]:
+    if size > smallest:
+        alone = rows.in_order(row, smallest)
+        other = "alone" if smallest == 1 else f"T={smallest}, the smallest that runs"
+        about = {"case": "T", "what": f"T={size}, row {row} first, against {other}", "row": row}
         yield _difference(about, rows.in_order(row, size), 0, alone, 0, size)
 
 
@@ -194,6 +209,8 @@ def _difference(
             continue
         if a.shape != b.shape or a.dtype != b.dtype:
             raise ValueError(f"{name} has another shape or dtype with other rows")
+        if a.is_complex():
+            a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
         wide, exact = a.reshape(-1).double().cpu(), b.reshape(-1).double().cpu()
         where = differing(a, b).cpu()
         delta = (wide - exact).abs()
@@ -241,5 +258,6 @@ def results(answers: Sequence[Answer], target: str, problem: str) -> list[Result
     return found
 
 
-def _line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:300]
+def _told(error: BaseException) -> str:
+    text = str(error).partition("\n")[0][:300]
+    return f"{type(error).__name__}: {text}"

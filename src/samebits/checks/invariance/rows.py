@@ -8,6 +8,7 @@ from torch import Tensor
 
 from samebits.checks.compile.compare import named_tensors
 from samebits.checks.compile.target import SEED
+from samebits.checks.result import FOREIGN_ERRORS
 from samebits.errors import must
 
 # Results by name; the first dimension of each is the rows.
@@ -59,6 +60,8 @@ class Rows:
         if set(names) - self._names:
             raise ValueError(must("--rows", "name tensors of one length", ", ".join(names)))
         self._known: dict[tuple[int, int], Outputs] = {}
+        # Results that hold rows; None before ``learn``.
+        self._results: set[str] | None = None
 
     def __str__(self) -> str:
         named = {**{str(i): v for i, v in enumerate(self._args)}, **self._kwargs}
@@ -71,6 +74,30 @@ class Rows:
     def batch(self, row: int, size: int) -> Tensor:
         """Return the rows from ``row`` on; after the last comes the first again."""
         return (row + torch.arange(size)) % self.count
+
+    def learn(self, sizes: Sequence[int]) -> int:
+        """Find out which results hold rows: those as long as the batch at two sizes.
+
+        Args:
+            sizes: Of batches, ascending.
+
+        Returns:
+            The smallest size, from one row on, that the function takes.
+
+        Raises:
+            ValueError: No result has rows.
+        """
+        largest = self.outputs(self.batch(0, sizes[-1]))
+        for size in sorted({1, *sizes[:-1]}):
+            try:
+                smaller = self.outputs(self.batch(0, size))
+            except FOREIGN_ERRORS:
+                continue
+            self._results = largest.keys() & smaller.keys()
+            if not self._results:
+                raise ValueError("no result has as many rows as the batch at two sizes")
+            return size
+        return sizes[-1]
 
     def in_order(self, row: int, size: int) -> Outputs:
         """Return the results of ``batch``, computed once."""
@@ -105,6 +132,7 @@ class Rows:
             name: tensor.detach()
             for name, tensor in found.items()
             if tensor.ndim > 0 and tensor.shape[0] == len(index)
+            if self._results is None or name in self._results
         }
         if not by_row:
             raise ValueError(f"no result has {len(index)} rows: nothing can be compared")

@@ -63,6 +63,57 @@ class WithClassNumber:
         return x.clamp(max=self.limit) * self.mode
 
 
+class Callable:
+    """An object that is called, with numbers of its own and of its class."""
+
+    factor = 2.0
+
+    def __init__(self):
+        self.limit = 0.5
+
+    def __call__(self, x):
+        return x.clamp(max=self.limit) * self.factor
+
+    def run(self, x):
+        return self(x)
+
+    @classmethod
+    def of_class(cls, x):
+        return x * cls.factor
+
+
+class WithSlots:
+    __slots__ = ("limit", "unset")
+
+    def __init__(self):
+        self.limit = 0.5
+
+
+def with_attribute(x, options):
+    return x.clamp(max=options.limit)
+
+
+def limit_first(limit, x):
+    return x.clamp(max=limit)
+
+
+def positional_only(x, limit=0.5, /):
+    return x.clamp(max=limit)
+
+
+kept = torch.zeros(8)
+
+
+def keeps_its_graph(x, s):
+    global kept
+    kept = kept + x.mean(0) * s
+    return kept
+
+
+def sparse(x, s):
+    return (x * s).to_sparse()
+
+
 def imaginary(x, limit):
     return x * complex(1.0, limit)
 
@@ -131,6 +182,10 @@ def leaves(x, limit):
     os._exit(9)
 
 
+def leaves_well(x, limit):
+    os._exit(0)
+
+
 def text_argument(x, limit):
     return clamped_swiglu(x, float(limit))
 
@@ -153,6 +208,14 @@ def with_objects():
 
 def one_tensor():
     return (torch.randn(4, 8),), {}
+
+
+def with_slots():
+    return (torch.randn(4, 8), WithSlots()), {}
+
+
+def tensor_and_infinity():
+    return (torch.randn(4, 8), float("inf")), {}
 
 
 def tensor_and_int():

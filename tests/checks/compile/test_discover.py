@@ -51,6 +51,16 @@ def numbers(function, factory):
         (programs.tensor_argument, programs.tensor_limit, set()),
         (programs.text_argument, programs.text_limit, set()),
         (programs.forward_compiled, programs.two_floats, {"limit"}),
+        (programs.Callable(), programs.one_tensor, {"target.limit", "target.factor"}),
+        (
+            programs.Callable().run,
+            programs.one_tensor,
+            {"target.__self__.limit", "target.__self__.factor"},
+        ),
+        (programs.Callable.of_class, programs.one_tensor, {"target.__self__.factor"}),
+        (programs.with_attribute, programs.with_slots, {"options.limit"}),
+        (functools.partial(programs.limit_first, 0.5), programs.one_tensor, {"target.args[0]"}),
+        (programs.positional_only, programs.one_tensor, {"limit"}),
     ],
 )
 def test_numbers_are_found_wherever_they_live(function, factory, expected):
@@ -73,6 +83,11 @@ def test_numbers_are_found_wherever_they_live(function, factory, expected):
         (Layers(), programs.one_tensor, "target.layers.1.limit", 0.125),
         (Adapter(), programs.one_tensor, "target.enabled", False),
         (functools.partial(programs.clamped_swiglu, limit=0.5), programs.one_tensor, "limit", 0.1),
+        (programs.Callable(), programs.one_tensor, "target.limit", 0.125),
+        (programs.Callable.of_class, programs.one_tensor, "target.__self__.factor", 3.0),
+        (programs.with_attribute, programs.with_slots, "options.limit", 0.125),
+        (functools.partial(programs.limit_first, 0.5), programs.one_tensor, "target.args[0]", 0.1),
+        (programs.positional_only, programs.one_tensor, "limit", 0.125),
     ],
 )
 def test_a_number_that_is_set_changes_the_result(function, factory, path, value):
@@ -85,6 +100,20 @@ def test_a_number_that_is_set_changes_the_result(function, factory, path, value)
 
     assert not torch.equal(before, changed)
     assert torch.equal(before, call.run())
+
+
+def test_what_a_partial_is_given_by_name_is_one_number():
+    partial = functools.partial(programs.clamped_swiglu, limit=0.5)
+
+    assert set(numbers(partial, programs.one_tensor)[1]) == {"limit"}
+
+
+def test_a_compiled_module_has_no_numbers_of_torch():
+    module = torch.compile(Adapter(), backend="eager")
+    module(torch.randn(4, 8))
+
+    found = set(numbers(module, programs.one_tensor)[1])
+    assert found == {"target.__self__.enabled", "target.__self__.scale"}
 
 
 def test_items_of_tuples_are_set_through_their_holder():

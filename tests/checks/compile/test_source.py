@@ -1,6 +1,7 @@
 """The scripts that an audit writes: whole by themselves, with the fewest calls."""
 
 import ast
+import math
 
 import programs
 import pytest
@@ -19,8 +20,10 @@ pytestmark = pytest.mark.reference
 LIMITS = (0.5, 0.25, 0.75, 2.0)
 
 
-def script(tmp_path, name, inputs, path, *, index=2, phase="fresh", dynamic=None, **facts):
-    scenario = Scenario("sequence", (Option(path, LIMITS),), True, dynamic, 2)
+def script(
+    tmp_path, name, inputs, path, *, index=2, phase="fresh", dynamic=None, values=LIMITS, **facts
+):
+    scenario = Scenario("sequence", (Option(path, values),), True, dynamic, 2)
     job = Job(
         kind="reproduce",
         target=Target(name, inputs),
@@ -97,6 +100,15 @@ def test_a_fault_of_the_second_process_needs_both(tmp_path):
     )
 
     assert len(run(source)["CALLS"]) == 2
+
+
+def test_an_infinite_limit_is_written_as_python_reads_it(tmp_path):
+    values = (math.inf, *LIMITS[1:])
+    where = ("programs:clamped_swiglu", "programs:tensor_and_infinity", "limit")
+
+    calls = run(script(tmp_path, *where, values=values))["CALLS"][0]
+
+    assert [call[0]["limit"] for call in calls] == [math.inf, 0.25, 0.75]
 
 
 def test_a_closure_cell_becomes_a_global_that_is_set(tmp_path):

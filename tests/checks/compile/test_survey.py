@@ -1,5 +1,7 @@
 """What is known before anything is compiled: values that matter, targets that cannot be used."""
 
+import math
+
 import programs
 import pytest
 import torch
@@ -65,6 +67,7 @@ def test_a_launcher_that_remembers_nothing_is_not(tmp_path):
         ("programs:SCALE", None, "TARGET must name a callable, got float"),
         ("programs:clamped_swiglu", "programs:failing_inputs", "raises KeyError: 'no such data'"),
         ("programs:clamped_swiglu", "programs:Options", "must return (args, kwargs)"),
+        ("programs:keeps_its_graph", "programs:two_floats", "raises when it is called again"),
         ("programs:random_eager", "programs:two_floats", "is not deterministic"),
         ("programs:clamped_swiglu", "programs:one_tensor", "the eager function raises TypeError"),
     ],
@@ -110,7 +113,7 @@ def test_make_inputs_beside_the_target_is_taken():
     assert factory()[0][1] == 0.5
 
 
-@pytest.mark.parametrize("value", [0.0, 0.5, 1.0, 2.0, -3.0, 1e-6])
+@pytest.mark.parametrize("value", [0.0, 0.5, 1.0, 2.0, -3.0, 1e-6, math.inf, math.nan])
 def test_no_candidate_is_zero_or_one(value):
     found = list(candidates(value))
 
@@ -146,6 +149,20 @@ def test_what_fails_in_a_fork_is_tried_without_where_cuda_may_be_why(tmp_path, m
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
     assert by_path(surveyed(tmp_path, *target))["step"]["values"] == [3, 4, 5, 6]
     assert tried == [("look", False), *[("begin", False)] * 3]
+
+
+def test_a_target_that_ends_its_process_well_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "ask", lambda job, *_, **__: {"error": f"asked to {job.kind}"})
+
+    found = surveyed(tmp_path, "programs:leaves_well", "programs:two_floats")
+
+    assert found["error"] == "asked to look"
+
+
+def test_a_sparse_result_is_compared(tmp_path):
+    found = surveyed(tmp_path, "programs:sparse", "programs:two_floats")
+
+    assert len(by_path(found)["s"]["values"]) == 4
 
 
 def test_a_target_that_ends_its_process_is_told(tmp_path):

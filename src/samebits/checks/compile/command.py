@@ -133,6 +133,6 @@ def _show(found: Audit, arguments: argparse.Namespace) -> int:
         print_results(verdicts, as_json=False)
         print(report.text(found, reproducer=arguments.reproducer))
     if not found.numbers and "survey" not in found.unfinished:
-        print("no number reaches the target: nothing can go stale", file=sys.stderr)
+        print("no float, int or bool was found that reaches the target", file=sys.stderr)
         return NOTHING_RUN
     return exit_code(result.verdict for result in verdicts)

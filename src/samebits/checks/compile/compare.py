@@ -116,7 +116,9 @@ def _share(comparison: Comparison) -> float:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as pairs of real numbers, any other as it is."""
+    """Return a complex tensor as pairs of real numbers, a sparse one as a dense one."""
+    if tensor.layout is not torch.strided and not tensor.is_nested:
+        tensor = tensor.to_dense()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from samebits.checks.compile.place import Place, children, kind_of
+from samebits.checks.compile.place import Place, attributes, children, kind_of, of_torch
 from samebits.checks.compile.transport import names_used
 
 _DEEPEST = 6
-_MODULE_OWN = frozenset(vars(nn.Module())) | {"_is_hf_initialized"}
+_MODULE_OWN = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "_is_torch_compile"}
 
 
 @dataclasses.dataclass
@@ -37,16 +37,19 @@ class Call:
 
 
 def spell_out(call: Call) -> None:
-    """Add to the keyword arguments every default that is a number, so that it can be varied."""
+    """Add to the arguments every default that is a number, so that it can be varied."""
     try:
         signature = inspect.signature(call.function)
         bound = signature.bind(*call.args, **call.kwargs)
     except (TypeError, ValueError):
         return
     for name, parameter in signature.parameters.items():
-        positional = parameter.kind is parameter.POSITIONAL_ONLY
-        if name not in bound.arguments and kind_of(parameter.default) and not positional:
+        if name in bound.arguments or not kind_of(parameter.default):
+            continue
+        if parameter.kind is not parameter.POSITIONAL_ONLY:
             call.kwargs[name] = parameter.default
+        elif list(signature.parameters)[len(call.args)] == name:
+            call.args.append(parameter.default)
 
 
 def leaves(call: Call) -> list[Place]:
@@ -56,6 +59,9 @@ def leaves(call: Call) -> list[Place]:
     for root in [*_arguments(call), *_owned(call.function, "target")]:
         for place in _numbers(root, seen, 0):
             found.setdefault(place.path, place)
+    if isinstance(original(call.function), functools.partial):
+        for name in call.kwargs:  # what is given by name wins
+            found.pop(f"target.keywords[{name!r}]", None)
     for root in _globals(call.function, set()):
         for place in _numbers(root, seen, 0):
             found.setdefault(place.path, place)
@@ -104,9 +110,10 @@ def _owned(function: Any, path: str) -> Iterator[Place]:
     """Yield what the callable holds: ``self``, frozen arguments, closure cells."""
     function = original(function)
     if isinstance(function, types.MethodType):
-        yield Place(f"{path}.__self__", lambda: function.__self__, _refuse)
+        yield from _attributes(function.__self__, f"{path}.__self__")
         yield from _owned(function.__func__, path)
     elif isinstance(function, functools.partial):
+        yield Place(f"{path}.args", lambda: function.args, functools.partial(_set_args, function))
         yield Place(f"{path}.keywords", lambda: function.keywords, _refuse)
         yield from _owned(function.func, path)
     elif isinstance(function, types.FunctionType):
@@ -114,7 +121,23 @@ def _owned(function: Any, path: str) -> Iterator[Place]:
         for name, cell in zip(names, function.__closure__ or (), strict=True):
             yield Place.of_attribute(cell, "cell_contents", f"{path}:{name}")
     elif not isinstance(function, type) and hasattr(function, "__dict__"):
-        yield Place(path, lambda: function, _refuse)
+        yield from _attributes(function, path)
+
+
+def _attributes(holder: Any, path: str) -> Iterator[Place]:
+    """Yield the places in what a method is of, or in what is called: also one that is callable."""
+    place = Place(path, lambda: holder, _refuse)
+    if isinstance(holder, type):
+        numbers = [name for name, held in vars(holder).items() if kind_of(held)]
+        yield from (Place.of_attribute(holder, name, f"{path}.{name}") for name in numbers)
+    elif isinstance(holder, nn.Module) or not callable(holder):
+        yield place
+    elif not of_torch(type(holder)):
+        yield from attributes(place, holder)
+
+
+def _set_args(function: "functools.partial[Any]", args: tuple[Any, ...]) -> None:
+    function.__setstate__((function.func, args, function.keywords, vars(function)))  # type: ignore[attr-defined]  # not in typeshed
 
 
 def _refuse(value: object) -> None:

@@ -20,7 +20,7 @@ _LONGEST = 16
 WANTED = 3
 
 _FACTORS = (0.5, 2.0, 0.75, 1.5, 0.25, 1.25, 4.0, 0.9, 1.1)
-# Instead of zero and of infinity, which no factor changes.
+# Instead of zero, infinity and NaN, which no factor changes.
 _INSTEAD = (0.5, 0.25, 2.0, 0.125, 3.0, 1e-3)
 _STEPS = (1, 2, 3, -1, 5, 4, 16, -2, 8)
 
@@ -44,7 +44,7 @@ def candidates(value: Number) -> Iterator[Number]:
     elif kind == "int":
         yield from (value + step for step in _STEPS)
         yield value * 2
-    elif value == 0.0 or math.isinf(value):
+    elif value == 0.0 or not math.isfinite(value):
         yield from (math.copysign(other, value) for other in _INSTEAD)
     else:
         scaled = (value * factor for factor in _FACTORS)
@@ -98,7 +98,7 @@ def children(place: Place, skip: frozenset[str] = frozenset()) -> Iterator[Place
     elif isinstance(value, tuple):
         yield from _of_tuple(place, value)
     elif _open(value):
-        yield from _of_object(place, value, skip)
+        yield from attributes(place, value, skip)
 
 
 def _of_tuple(place: Place, value: tuple[Any, ...]) -> Iterator[Place]:
@@ -114,16 +114,17 @@ def _of_tuple(place: Place, value: tuple[Any, ...]) -> Iterator[Place]:
         yield Place(path, lambda index=index: place.get()[index], write)  # type: ignore[misc]
 
 
-def _of_object(place: Place, value: Any, skip: frozenset[str]) -> Iterator[Place]:
+def attributes(place: Place, value: Any, skip: frozenset[str] = frozenset()) -> Iterator[Place]:
+    """Yield the places of the attributes of an object: its own, and numbers of its class."""
     if isinstance(value, nn.Module):
         for name in value._modules:
             yield Place.of_attribute(value, name, f"{place.path}.{name}")
-    names = list(getattr(value, "__dict__", {}))
+    names = [*getattr(value, "__dict__", {}), *_slots(value)]
     if dataclasses.is_dataclass(value):
         names = [*(f.name for f in dataclasses.fields(value)), *names]
     # Numbers of its class; another value is then one of the object.
     for owner in type(value).__mro__:
-        if not _of_torch(owner):
+        if not of_torch(owner):
             names += [name for name, held in vars(owner).items() if kind_of(held)]
     for name in dict.fromkeys(names):
         if name not in skip and not name.startswith("__"):
@@ -135,10 +136,20 @@ def _open(value: Any) -> bool:
     if isinstance(value, nn.Module):
         return True
     data = (type, types.ModuleType, enum.Enum, torch.Tensor, str, bytes)
-    if isinstance(value, data) or callable(value) or _of_torch(type(value)):
+    if isinstance(value, data) or callable(value) or of_torch(type(value)):
         return False
-    return hasattr(value, "__dict__") or dataclasses.is_dataclass(value)
+    return hasattr(value, "__dict__") or dataclasses.is_dataclass(value) or bool(_slots(value))
 
 
-def _of_torch(owner: type) -> bool:
+def _slots(value: Any) -> list[str]:
+    """Return the slots that classes of its own give an object, those without a value left out."""
+    names: list[str] = []
+    for owner in type(value).__mro__:
+        slots = vars(owner).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return [name for name in names if hasattr(value, name)]
+
+
+def of_torch(owner: type) -> bool:
+    """Return whether a class is one of PyTorch's."""
     return (owner.__module__ or "").partition(".")[0] == "torch"

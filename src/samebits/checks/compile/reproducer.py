@@ -157,7 +157,7 @@ def _lines(processes: list[list[Step]]) -> str:
     rows = ["["]
     for steps in processes:
         rows.append("    [")
-        rows += [f"        ({dict(step.values)!r}, {step.shape})," for step in steps]
+        rows += [f"        ({literal(dict(step.values))}, {step.shape})," for step in steps]
         rows.append("    ],")
     return "\n".join([*rows, "]"])
 

@@ -123,7 +123,7 @@ class _Collector:
         if isinstance(value, types.ModuleType):
             self.imports.add(_import_line(value.__name__, name))
         elif isinstance(value, (bool, int, float, str)):
-            self.definitions.append(f"{name} = {value!r}")
+            self.definitions.append(f"{name} = {literal(value)}")
         elif isinstance(value, type) and issubclass(value, torch.autograd.Function):
             self._autograd(value)
         elif isinstance(original(value), types.FunctionType) and self._ours(value):

@@ -127,7 +127,7 @@ class _Copies:
                 os.kill(child, signal.SIGKILL)
                 os._exit(1)
             time.sleep(_POLL_SECONDS)
-        if ended[1] != 0:
+        if ended[1] != 0 or not Path(job.output).exists():
             return None
         answer: dict[str, Any] = json.loads(Path(job.output).read_text())
         return answer
@@ -161,10 +161,10 @@ def _look(function: Callable[..., Any], factory: Factory, folder: Path) -> dict[
     if reason:
         raise TargetError(f"the eager function raises {reason}")
     if not plain:
-        raise TargetError("the function returns no tensor and no number: nothing can be compared")
+        advice = "let it return what it computes, or writes to"
+        raise TargetError(f"the function returns no tensor and no number to compare: {advice}")
     wanted, no_gradient = _gradient(call)
-    result = eager(call, wanted)
-    again = effect(result, eager(call, wanted))
+    result, again = _twice(call, wanted)
     rounding = max(_rounding(result), 4 * again)
     if again > 1e-3:
         reason = f"two calls from one seed differ by {again:.0e}"
@@ -180,6 +180,17 @@ def _look(function: Callable[..., Any], factory: Factory, folder: Path) -> dict[
         "rounding": rounding,
         "numbers": [_values(place, call, wanted, result) for place in discover.leaves(call)],
     }
+
+
+def _twice(call: Call, wanted: Wanted | None) -> tuple[Tensors, float]:
+    """Return the eager result, and how far the result of the same call again is from it."""
+    results: list[Tensors] = []
+    while len(results) < 2:
+        result, reason = attempt(lambda: eager(call, wanted))
+        if reason:
+            raise TargetError(f"the eager function raises when it is called again: {reason}")
+        results.append(result)
+    return results[0], effect(*results)
 
 
 def _gradient(call: Call) -> tuple[Wanted | None, str]:

@@ -185,6 +185,18 @@ def summary(rows, speed):
             )
 
 
+def written(path, rows, measured, began):
+    """Write what was measured so far; return it."""
+    whole = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "triton": env.version_of("triton"), "transformers": env.version_of("transformers"),
+        "kernels": kernel_hash(), "rates": vars(measured), "speed": speed_of_this_machine(rows),
+        "seconds": round(time.time() - began), "rows": rows,
+    }  # fmt: skip
+    path.write_text(json.dumps(whole, indent=0) + "\n")
+    return whole
+
+
 def missed(arguments, whole):
     """Return a line for each result of ours that is wrong, and for each target that is missed."""
     found = [
@@ -243,6 +255,7 @@ def main(argv=None):
         f"compiled in {time.time() - began:.0f} s", flush=True,
     )  # fmt: skip
     rows = []
+    whole = {"rows": rows}
     with torch.no_grad():
         for shape, variant, cells in jobs:
             if time.time() - began > arguments.seconds:
@@ -254,20 +267,17 @@ def main(argv=None):
             weights = weights_of(problem)
             for routing, tokens in cells:
                 cell = (shape, tokens, routing, variant)
+                if time.time() - began > arguments.seconds:
+                    print(f"out of time before {cell}")
+                    continue
                 rows.append(measure(cell, problem, weights, arguments, measured))
                 print(line(rows[-1], speed_of_this_machine(rows)), flush=True)
+                # At once: a run that is ended keeps what it has.
+                whole = written(arguments.out, rows, measured, began)
             del weights
             torch.cuda.empty_cache()
-    speed = speed_of_this_machine(rows)
-    summary(rows, speed)
-    whole = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "triton": env.version_of("triton"), "transformers": env.version_of("transformers"),
-        "kernels": kernel_hash(), "rates": vars(measured), "speed": speed,
-        "seconds": round(time.time() - began), "rows": rows,
-    }  # fmt: skip
-    arguments.out.write_text(json.dumps(whole, indent=0) + "\n")
-    print(f"{whole['seconds']} s; rows in {arguments.out}")
+    summary(rows, speed_of_this_machine(rows))
+    print(f"{round(time.time() - began)} s; rows in {arguments.out}")
     failures = missed(arguments, whole)
     for failure in failures:
         print(f"MISS {failure}")

@@ -257,3 +257,46 @@ def test_shapes_of_models_are_checked() -> None:
         record(flat, TOKENS, name="m", mask=torch.ones(3, 3))
     with pytest.raises(ValueError, match="allowed must be finite and >= 0"):
         compare(A, A, allowed=float("nan"))
+
+
+def _of_a_table(scale: float, change: float) -> tuple[Tensor, Tensor]:
+    """Log-probs of a chain of tokens and of a disturbed one: few states, seen again and again."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(50, 50, generator=generator) * scale
+    tokens = torch.zeros(40, 60, dtype=torch.long)
+    for place in range(1, 60):
+        chances = table[tokens[:, place - 1]].softmax(-1)
+        tokens[:, place] = torch.multinomial(chances, 1, generator=generator)[:, 0]
+    other = table + change * torch.randn(table.shape, generator=generator)
+    first, second = (
+        t.double().log_softmax(-1)[tokens[:, :-1], tokens[:, 1:]] for t in (table, other)
+    )
+    return first, second
+
+
+@pytest.mark.parametrize(("scale", "change"), [(3.0, 0.5), (3.0, 2.0), (6.0, 0.5)])
+def test_other_weights_are_no_temperature_where_sequences_repeat(scale, change) -> None:
+    first, second = _of_a_table(scale, change)
+
+    rows = compare(_recording(first, "a"), _recording(second))
+
+    assert _row(rows, "gap").verdict == "fail"
+    assert _row(rows, "temperature").verdict in ("pass", "not_run")
+
+
+def test_the_position_from_which_tokens_are_off_is_the_first_that_is() -> None:
+    values = _log_probs()
+    wrong = values.clone()
+    wrong[:, 30:] = _log_probs(LOGITS + _logits(seed=3))[:, 30:]
+
+    row = _row(compare(A, _recording(wrong)), "masking")
+
+    assert row.verdict == "fail"
+    assert "from position 30 are off" in row.note
+
+
+def test_a_shift_that_leaves_a_gap_says_so() -> None:
+    rows = compare(A, _recording(_log_probs(LOGITS / 1.3).roll(1, 1)))
+
+    assert _row(rows, "shift").verdict == "fail"
+    assert "compare again when this is mended" in _row(rows, "shift").note

@@ -209,3 +209,35 @@ def test_a_process_that_only_reads_text_needs_no_other_package(tmp_path: Path) -
 
 def _error(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
+
+
+def test_a_mark_of_the_encoding_is_no_content(tmp_path: Path) -> None:
+    a = _write(tmp_path / "a.jsonl")
+    marked = tmp_path / "marked.jsonl"
+    marked.write_bytes(b"\xef\xbb\xbf" + a.read_bytes())
+
+    assert _check(a, marked) == 0
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"mask": [[1, 2, 0], [1, 1]]}, "mask[0] must hold 0 and 1 alone, got 2.0"),
+        ({"mask": [[1, 0.5, 0], [1, 1]]}, "mask[0] must hold 0 and 1 alone, got 0.5"),
+        ({"tokens": [[1, 2, 3], [1.5, 1]]}, "tokens[1] must hold whole numbers, got 1.5"),
+    ],
+)
+def test_what_is_no_mask_and_no_token_is_refused(tmp_path: Path, capsys, columns, message) -> None:
+    a = _write(tmp_path / "a.jsonl", **columns)
+
+    assert _check(a, a) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws")
+@pytest.mark.parametrize("name", ["picture", "gap.xyz", "gap.html"])
+def test_a_picture_says_its_form(tmp_path: Path, capsys, name) -> None:
+    a = _write(tmp_path / "a.jsonl")
+
+    assert _check(a, a, "--plot", tmp_path / name) == 2
+    assert f"--plot must end in .svg, .png, .pdf, got {name!r}" in capsys.readouterr().err

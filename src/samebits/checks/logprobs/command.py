@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from samebits.checks.logprobs.compare import compare
-from samebits.checks.logprobs.plot import draw
+from samebits.checks.logprobs.plot import check_suffix, draw
 from samebits.checks.logprobs.reading import read
 from samebits.checks.logprobs.recording import pairs
 from samebits.checks.result import EXIT_CODES, NOTHING_RUN, USAGE, exit_code, print_results
@@ -51,6 +51,8 @@ def main(arguments: argparse.Namespace) -> int:
         print("not_run: --plot needs matplotlib; install samebits[check]", file=sys.stderr)
         return NOTHING_RUN
     try:
+        if arguments.plot is not None:
+            check_suffix(arguments.plot)
         a, b = read(arguments.a, arguments.key), read(arguments.b, arguments.key)
         control = None
         if arguments.control is not None:

@@ -8,17 +8,28 @@ from torch import Tensor
 
 from samebits.checks.logprobs.recording import Pair
 from samebits.checks.writing import written_whole
+from samebits.errors import must
+
+SUFFIXES = (".svg", ".png", ".pdf")
 
 
-def by_position(pairs: Sequence[Pair]) -> list[Tensor]:
-    """Return abs(Δ) of the tokens that count at each position; some may be empty."""
+def by_position(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the positions at which a token counts, and mean and largest abs(Δ) of each."""
     longest = max(len(pair.a) for pair in pairs)
-    sizes: list[list[Tensor]] = [[] for _ in range(longest)]
+    total, count, largest = (torch.zeros(longest, dtype=torch.float64) for _ in range(3))
     for pair in pairs:
-        size = (pair.b - pair.a).abs()
-        for place in pair.mask.nonzero().flatten().tolist():
-            sizes[place].append(size[place])
-    return [torch.stack(found) if found else torch.zeros(0) for found in sizes]
+        size = torch.where(pair.mask, (pair.b - pair.a).abs(), 0.0)
+        total[: len(size)] += size
+        count[: len(size)] += pair.mask
+        largest[: len(size)] = torch.maximum(largest[: len(size)], size)
+    at = count.nonzero().flatten()
+    return at, total[at] / count[at], largest[at]
+
+
+def check_suffix(path: Path) -> None:
+    """Raise ``ValueError`` unless the suffix of ``path`` is that of a picture."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(must("--plot", f"end in {', '.join(SUFFIXES)}", repr(path.name)))
 
 
 def draw(pairs: Sequence[Pair], path: Path, title: str) -> None:
@@ -26,16 +37,16 @@ def draw(pairs: Sequence[Pair], path: Path, title: str) -> None:
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: matplotlib knows no such form.
+        ValueError: The suffix is not that of a picture.
     """
     import matplotlib.figure
 
-    places = [(i, size) for i, size in enumerate(by_position(pairs)) if len(size)]
+    check_suffix(path)
+    at, mean, largest = (values.tolist() for values in by_position(pairs))
     figure = matplotlib.figure.Figure(figsize=(8, 3), layout="constrained")
     axes = figure.add_subplot()
-    at = [place for place, _ in places]
-    axes.plot(at, [float(size.max()) for _, size in places], label="max", lw=0.8, color="#c44")
-    axes.plot(at, [float(size.mean()) for _, size in places], label="mean", lw=1.4, color="#236")
+    axes.plot(at, largest, label="max", lw=0.8, color="#c44")
+    axes.plot(at, mean, label="mean", lw=1.4, color="#236")
     axes.set_yscale("symlog", linthresh=1e-6)
     axes.set(xlabel="position", ylabel="|Δ log p|, nats", title=title, ylim=(0, None))
     axes.legend(frameon=False)

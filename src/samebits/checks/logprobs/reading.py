@@ -49,7 +49,8 @@ Columns = Mapping[str, Sequence[Any]]
 def _read_lines(path: Path) -> Columns:
     """Return one column for each key that every line has."""
     rows: list[dict[str, Any]] = []
-    with path.open(encoding="utf-8") as lines:
+    # Some editors begin a file with a mark of its encoding.
+    with path.open(encoding="utf-8-sig") as lines:
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -142,10 +143,15 @@ def _tensor(where: str, values: Any, dtype: torch.dtype) -> Tensor:
             if dtype == torch.float64 and isinstance(values, list):
                 # A token that an engine has no number for must be masked: NaN says so later.
                 values = [float("nan") if value is None else value for value in values]
-            values = torch.tensor(values, dtype=dtype)
+            values = torch.tensor(values, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise RecordingError(must(where, "be a list of numbers", error)) from None
     if values.dim() != 1:
         raise RecordingError(must(where, "be one sequence of numbers", tuple(values.shape)))
     tensor: Tensor = values.to(dtype)
+    if dtype != torch.float64 and bool((tensor != values).any()):
+        # A weight is no mask, and a fraction no token: neither is rounded in silence.
+        rule = "hold 0 and 1 alone" if dtype == torch.bool else "hold whole numbers"
+        wrong = values[tensor != values][0].item()
+        raise RecordingError(must(where, rule, wrong))
     return tensor

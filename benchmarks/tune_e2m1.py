@@ -25,19 +25,25 @@ from samebits.ops.indirect_gemm import kernel as used
 from samebits.ops.indirect_gemm.tuning import heuristic
 from samebits.testing.cases import MODELS
 
-# The tiles of every way, and where; ways without weights, in the first cell alone.
-WAYS = ("used", "muls", "paired")
 WAY_TILES = [
     (8, 128, 128, 2, 4),
     (8, 64, 256, 2, 3),
     (8, 64, 128, 2, 4),
-    (8, 128, 256, 2, 3),
     (8, 32, 512, 2, 3),
-    (8, 32, 256, 1, 4),
     (8, 32, 256, 2, 4),
+    (8, 128, 256, 2, 3),
+    (8, 32, 256, 1, 4),
 ]
+# How many of these tiles each way has: of contractions that are a multiple of 512, and of others.
+WAYS = {"used": (5, 3), "muls": (3, 2), "paired": (7, 3)}
 WAY_CELLS = {"mixtral": (16, 1, 4), "gpt-oss-120b": (16, 4), "deepseek-v3": (16,)}
+# Without weights, in the first cell alone.
 WITHOUT = [(way, tile) for way in ("nothing", "unscaled") for tile in WAY_TILES[:2]]
+
+
+def jobs_of(wide):
+    """Return the ways and tiles for contractions that are a multiple of 512, or are not."""
+    return [(way, tile) for way, counts in WAYS.items() for tile in WAY_TILES[: counts[not wide]]]
 
 
 def measure_ways(name, tokens, stored, expected, results):
@@ -58,7 +64,7 @@ def measure_ways(name, tokens, stored, expected, results):
         numbers = inputs.touched * matrix.shape[1] * matrix.shape[2]
         repeats = min(max(1, int(4e9 / numbers)), 10)
         base = timed(lambda w, c=dense_tile: run(w, expected, c, used), 4, repeats)
-        jobs = [(way, tile) for way in WAYS for tile in WAY_TILES]
+        jobs = jobs_of(matrix.shape[2] % 512 == 0)
         if (name, tokens) == ("mixtral", 16):
             jobs += WITHOUT
         rows = []
@@ -104,12 +110,9 @@ def ways(results, seconds):
 
 def compile_share(index, count):
     """Compile this process's share of the ways and tiles."""
-    jobs = [
-        (way, tile, size)
-        for size in (1024, 192)
-        for way, tile in [(w, t) for w in WAYS for t in WAY_TILES]
-        + (WITHOUT if size == 1024 else [])
-    ]
+    # What a kernel is compiled for: mixtral and deepseek-v3, then gpt-oss-120b.
+    jobs = [(*job, 1024) for job in jobs_of(True) + WITHOUT]
+    jobs += [(*job, 192) for job in jobs_of(False)]
     for way, tile, size in jobs[index::count]:
         problem = replace(MODELS["mixtral"], H=size, F=size, E=2)
         weights, inputs = random_weights(MXFP4, problem), Inputs(problem, 2, 1)

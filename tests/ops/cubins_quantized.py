@@ -89,7 +89,8 @@ def build(case: Case, sm: int) -> Any:
         )
     )
     if case.kernel == "dequantize":
-        collect = _collected(dequantize, "_dequantize_kernel")
+        words = "_words" if case.held.values == "e2m1" else ""
+        collect = _collected(dequantize, f"_dequantize{words}_kernel")
         offsets = torch.empty(EXPERTS + 1, dtype=torch.int32, device="meta")
         dequantize.launch_dequantize(_matrix(case.held, HIDDEN, COLUMNS), torch.bfloat16, offsets)
         return collect.compiled

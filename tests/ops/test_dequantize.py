@@ -37,8 +37,22 @@ def test_ragged_matrices_have_the_numbers_of_the_format(held, dtype) -> None:
         )
 
 
+def test_mxfp4_in_bf16_is_exact_whatever_its_scales_are() -> None:
+    matrix = drawn(MXFP4, (3, 33, 256))
+    # In the interpreter the smallest bf16 numbers become zeros.
+    matrix.scales.clamp_(4)
+    for exponent in (127, 128, 129, 250, 255):
+        matrix.scales[1, 5, 3] = exponent
+
+        made = launch_dequantize(matrix, torch.bfloat16, None, TILE)
+        assert_bitwise_equal(
+            made.nan_to_num(7.0), matrix.dequantize(torch.bfloat16).nan_to_num(7.0)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("held", FORMATS, ids=str)
-def test_strides_and_scale_padding_change_nothing(held) -> None:
+def test_strides_and_scale_padding_change_nothing(held, dtype) -> None:
     matrix = drawn(held, (2, 20, 96))
 
     def padded(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,8 +70,8 @@ def test_strides_and_scale_padding_change_nothing(held) -> None:
     poisoned = matrix.map(padded)
 
     assert_bitwise_equal(
-        launch_dequantize(poisoned, torch.float32, None, TILE),
-        launch_dequantize(matrix, torch.float32, None, TILE),
+        launch_dequantize(poisoned, dtype, None, TILE),
+        launch_dequantize(matrix, dtype, None, TILE),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from samebits.activation import Activation
 from samebits.checks.determinism import calls
 from samebits.checks.determinism.variant import Variant
+from samebits.formats.descriptor import WeightFormat
 from samebits.ops.activation import tuning as activation_tuning
 from samebits.ops.dequantize import tuning as dequantize_tuning
 from samebits.ops.permute import tuning as permute_tuning
@@ -86,14 +87,21 @@ def move(tokens: int, hidden: int, topk: int, dtype: str) -> Variant:
     )
 
 
+def dequantize_kernel(held: str) -> str:
+    """Return what makes bf16 matrices of a format, of contractions that are multiples of 8."""
+    e2m1 = WeightFormat.parse(held).values == "e2m1"
+    return "_dequantize_words_kernel" if e2m1 else "_dequantize_kernel"
+
+
 def dequantize(held: str) -> Variant:
     """Return the pass that makes dense matrices of quantised ones."""
     columns = 2880
     tile = asdict(dequantize_tuning.heuristic(columns))
+    kernel = dequantize_kernel(held)
     return Variant(
         name=f"dequantize {held}",
-        kernels=[f"{DEQUANTIZE}_dequantize_kernel"],
-        config={"held": held, "K": columns, "_dequantize_kernel": tile},
+        kernels=[f"{DEQUANTIZE}{kernel}"],
+        config={"held": held, "K": columns, kernel: tile},
         prepare=partial(calls.dequantize, held, columns),
     )
 

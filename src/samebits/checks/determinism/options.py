@@ -22,7 +22,12 @@ from samebits.checks.determinism.layers import (
     single_slots,
     tile_of,
 )
-from samebits.checks.determinism.operations import ACTIVATION, DEQUANTIZE, PERMUTE
+from samebits.checks.determinism.operations import (
+    ACTIVATION,
+    DEQUANTIZE,
+    PERMUTE,
+    dequantize_kernel,
+)
 from samebits.checks.determinism.variant import Variant
 from samebits.formats.descriptor import FormatPair
 from samebits.ops.hidden_gradient import tuning as hidden_tuning
@@ -96,7 +101,7 @@ def _quantized(backend: str, held: str, problem: Problem, tokens: int) -> Varian
         staged = (f"{ACTIVATION}_activation_forward_kernel", f"{PERMUTE}_gather_kernel")
         kernels = [*kernels[1:], *staged]
     if dense:
-        kernels.append(f"{DEQUANTIZE}_dequantize_kernel")
+        kernels.append(f"{DEQUANTIZE}{dequantize_kernel(held)}")
     return layer_variant(backend, held, problem, tokens, kernels, tiles)
 
 
@@ -122,7 +127,7 @@ def _frozen(family: str, problem: Problem) -> Variant:
         *(f"{PERMUTE}{name}" for name in ("_sum_kernel", "_tiles_kernel")),
     ]
     if problem.format is not None:
-        kernels.append(f"{DEQUANTIZE}_dequantize_kernel")
+        kernels.append(f"{DEQUANTIZE}{dequantize_kernel(problem.format.gate_up.key)}")
     return layer_variant("fused", family, problem, tokens, kernels, tiles, frozen=True)
 
 

@@ -115,6 +115,21 @@ def test_repeated_steps_have_the_same_bits(name: str, tokens: int) -> None:
 
 
 @pytest.mark.usefixtures("unpoisoned_memory")
+def test_repeated_steps_make_their_copies_again() -> None:
+    # The gradient comes in fp32; that of the probabilities is made in fp32.
+    options = {"placement": ProbPlacement.FC1_INPUT, "probs": "bf16", "out_dtype": "fp32"}
+    problem = replace(_in(CASES["bf16"], "bf16"), **SHAPE, **options)
+    inputs = make_inputs(problem, 300, distribution="zipf", device="cuda")
+    passes.forget()
+    expected = run(problem, inputs, "fused")
+
+    for _ in range(4):
+        for quantity, value in run(problem, inputs, "fused").items():
+            assert_bitwise_equal(value, expected[quantity], quantity)
+    assert [k for k in passes.passes() if not isinstance(k, Pass)] == []
+
+
+@pytest.mark.usefixtures("unpoisoned_memory")
 @pytest.mark.parametrize("backend", ["fused", "grouped"])
 @pytest.mark.parametrize("placement", ProbPlacement)
 def test_a_recomputed_projection_has_the_same_bits(placement: ProbPlacement, backend: str) -> None:

@@ -156,24 +156,75 @@ def test_what_cannot_be_repeated_takes_the_long_way() -> None:
     x, z = _inputs()
     runs: list[int] = []
 
-    def copies() -> tuple[Tensor, ...]:
+    def computes() -> tuple[Tensor, ...]:
         runs.append(1)
-        return (x.clone(),)
+        return (x.neg(),)
 
     def returns_an_input() -> tuple[Tensor, ...]:
         runs.append(2)
         return (z,)
 
     for _ in range(4):
-        passes.repeated(("copies",), (x, z), copies)
+        passes.repeated(("computes",), (x, z), computes)
         passes.repeated(("input",), (x, z), returns_an_input)
 
     assert runs == [1, 2] * 4
     assert passes.passes() == [
-        "it did more than to launch: clone", "result 0 is no buffer of its own",
+        "it did more than to launch: neg", "result 0 is no buffer of its own",
     ]  # fmt: skip
     assert passes.key_of((), (x[:0],)) is None
     assert passes.key_of((), (torch.nn.Buffer(x),)) is not None
+
+
+def test_copies_are_made_again() -> None:
+    kernels = [_Kernel() for _ in range(2)]
+    runs: list[int] = []
+
+    def function(x: Tensor, z: Tensor) -> tuple[Tensor | None, ...]:
+        runs.append(1)
+        narrow, rows = x.half(), z.T.contiguous()
+        sums = torch.empty(4)
+        _launch(kernels[0], narrow, rows, sums)
+        del narrow, rows
+        grad = torch.empty_like(x)
+        _launch(kernels[1], sums, grad)
+        # Of a buffer, as of an input.
+        return grad, sums.half()
+
+    def step(x: Tensor, z: Tensor) -> tuple[Tensor | None, ...]:
+        return passes.repeated(("copies",), (x, z.T), lambda: function(x, z.T))
+
+    results = [step(*_inputs()) for _ in range(3)]
+
+    (known,) = passes.passes()
+    assert isinstance(known, recorder.Pass), known
+    assert len(runs) == 2
+    narrow, rows, sums = kernels[0].calls[0]
+    assert len({narrow, rows, sums, kernels[1].calls[0][1]}) == 4
+    assert kernels[1].calls[0][0] == sums
+    shapes = [[(r.shape, r.dtype) for r in result if r is not None] for result in results]
+    assert shapes[2] == shapes[0] == [((4, 8), torch.float32), ((4,), torch.float16)]
+
+
+def test_what_is_copied_is_read_anew() -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return (x.half(),)
+
+    for value in range(4):
+        x = torch.full((4, 8), float(value))
+        (narrow,) = passes.repeated(("narrow",), (x,), lambda x=x: function(x))
+        assert narrow.dtype == torch.float16
+        assert narrow.eq(value).all()
+    assert isinstance(passes.passes()[0], recorder.Pass)
+
+
+def test_a_copy_of_a_part_takes_the_long_way() -> None:
+    x, _ = _inputs()
+    for _ in range(3):
+        passes.repeated(("part",), (x,), lambda: (x[1:].half(),))
+        passes.repeated(("other shape",), (x,), lambda: (x.view(32).half(),))
+
+    assert passes.passes() == ["it did more than to launch: _to_copy"] * 2
 
 
 def test_launches_of_other_threads_are_not_its_own() -> None:

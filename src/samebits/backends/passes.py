@@ -2,7 +2,8 @@
 
 A step costs the host 15 launches; Triton's search for each of them, and what was decided
 before it, are the same in every step. Beside ``samebits.backends.repetition``, which repeats a call
-of few tokens: here memory counts (``samebits.backends.recorder``).
+of few tokens: here memory counts (``samebits.backends.recorder``). Copies to another dtype or
+layout (probabilities in bf16, a gradient in fp32) are made again.
 """
 
 from collections.abc import Callable
@@ -91,7 +92,10 @@ def _record(key: Key, tensors: Tensors, function: Callable[[], Tensors]) -> Tens
     from samebits.ops._triton.launch import recorded_launches
 
     recorder = Recorder(tensors)
-    with Watch(recorder.allocated) as watch, recorded_launches(recorder.launched) as made:
+    with (
+        Watch(recorder.allocated, recorder.copied) as watch,
+        recorded_launches(recorder.launched) as made,
+    ):
         results = function()
     if watch.others:
         _PASSES[key] = f"it did more than to launch: {', '.join(watch.others)}"

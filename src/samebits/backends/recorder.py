@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.plan import ALIGNMENT, Step, step_of
+from samebits.backends.repetition import Copy
 
 Tensors = tuple[Any, ...]
 
@@ -35,6 +36,22 @@ class _Made(NamedTuple):
         return like.new_empty_strided(self.shape, self.strides, dtype=self.dtype)
 
 
+class _Again(NamedTuple):
+    """A copy, made again of a tensor of the pass at hand."""
+
+    function: Callable[..., Tensor]
+    # An input's index, or behind them a buffer's.
+    source: int
+    rest: tuple[Any, ...]
+    options: dict[str, Any]
+    # The buffer that it makes.
+    result: int
+
+
+def _made_like(tensor: Tensor) -> _Made:
+    return _Made(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
 # A buffer by its number, and what is allocated for it.
 _Taken = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -42,7 +59,7 @@ _Taken = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 class Pass(NamedTuple):
     """The launches of one kind of pass, each with the buffers to take before and to drop after."""
 
-    steps: tuple[tuple[Step, tuple[_Taken, ...], tuple[int, ...]], ...]
+    steps: tuple[tuple[Step | _Again, tuple[_Taken, ...], tuple[int, ...]], ...]
     # How many there are.
     buffers: int
     # Small buffers and their places in one that lives as long as the pass; its bytes.
@@ -81,7 +98,14 @@ class Pass(NamedTuple):
                 # Nothing else may hold it: it is dropped from here.
                 memory[buffer] = make(shape, strides, dtype=dtype)
                 addresses[first + buffer] = memory[buffer].data_ptr()
-            step.start(addresses, stream)
+            if isinstance(step, Step):
+                step.start(addresses, stream)
+            else:
+                function, source, rest, options, made = step
+                of = tensors[source] if source < first else memory[source - first]
+                memory[made] = function(of, *rest, **options)
+                addresses[first + made] = memory[made].data_ptr()
+                del of
             for buffer in dropped:
                 memory[buffer] = None
             if index == over:
@@ -112,12 +136,13 @@ class Recorder:
             if t is not None
         ]
         self._count = len(tensors)
+        self._made = [None if t is None else _made_like(t) for t in tensors]
         self._buffers: list[_Made] = []
         # Start of the storage of each buffer -> the last buffer that was allocated there.
         self._there: dict[int, int] = {}
         # Of each buffer and input: first and last step that has it among its arguments.
         self._spans: dict[int, tuple[int, int]] = {}
-        self._steps: list[Step] = []
+        self._steps: list[Step | _Again] = []
         # The launch with a pointer to nothing that is known.
         self._lost: str | None = None
 
@@ -128,16 +153,37 @@ class Recorder:
             # An input that was there has been spent.
             self._inputs = [place for place in self._inputs if place[1] != start]
             self._there[start] = len(self._buffers)
-            self._buffers.append(_Made(tuple(tensor.shape), tensor.stride(), tensor.dtype))
+            self._buffers.append(_made_like(tensor))
+
+    def copied(self, copy: Copy) -> bool:
+        """Hear of a copy; return False where it is not one of a whole input or buffer."""
+        found = self._place(copy.source)
+        if found is None or found[1] or not copy.result.numel():
+            return False
+        if copy.result.device != copy.source.device:
+            return False
+        (source, _), like = found, _made_like(copy.source)
+        whole = (*self._made, *self._buffers)[source]
+        if like != whole:
+            return False
+        self._use(source)
+        self.allocated(copy.result)
+        result = len(self._buffers) - 1
+        self._use(self._count + result)
+        self._steps.append(_Again(copy.function, source, copy.rest, copy.options, result))
+        return True
 
     def find(self, tensor: Tensor) -> tuple[int, int] | None:
         """Return (source, offset) of an argument of the next launch; see ``plan.Finder``."""
         found = self._place(tensor)
         if found is not None:
-            step = len(self._steps)
-            first, _ = self._spans.get(found[0], (step, step))
-            self._spans[found[0]] = first, step
+            self._use(found[0])
         return found
+
+    def _use(self, source: int) -> None:
+        step = len(self._steps)
+        first, _ = self._spans.get(source, (step, step))
+        self._spans[source] = first, step
 
     def launched(self, launch: Any) -> None:
         """Keep a launch (``samebits.ops._triton.launch.Launch``)."""
@@ -161,7 +207,7 @@ class Recorder:
             if tensor is None:
                 found.append(None)
                 continue
-            made = _Made(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            made = _made_like(tensor)
             buffer = self._there.get(tensor.untyped_storage().data_ptr())
             if tensor.numel() == 0:
                 found.append(made)
@@ -173,12 +219,16 @@ class Recorder:
         spans = {s - self._count: span for s, span in self._spans.items() if s >= self._count}
         if not returned <= spans.keys():
             return "a result is written by no launch"
-        small, room = self._together(spans.keys() - returned)
+        copies = [step for step in self._steps if isinstance(step, _Again)]
+        made_by_copies = {step.result for step in copies}
+        # What is copied, or a copy, has to be a tensor of its own.
+        alone = made_by_copies | {step.source - self._count for step in copies}
+        small, room = self._together(spans.keys() - returned - alone)
         for buffer, _ in small:
             del spans[buffer]
         steps = []
         for index, step in enumerate(self._steps):
-            begun = (b for b, (first, _) in spans.items() if first == index)
+            begun = (b for b, (f, _) in spans.items() if f == index and b not in made_by_copies)
             taken = tuple((b, *self._buffers[b]) for b in begun)
             dropped = tuple(
                 b for b, (_, last) in spans.items() if last == index and b not in returned

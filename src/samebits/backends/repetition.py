@@ -36,6 +36,8 @@ MOST_BYTES = 1 << 28
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Operators that a repetition does itself, or that change no memory.
 ALLOCATIONS = frozenset(("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
+# Operators that make another dtype or layout of one tensor.
+_COPIES = frozenset(("_to_copy", "clone"))
 _KINDS = (Routing, Activation, str, int)
 _WEIGHTS = (ExpertWeights, QuantizedWeights)
 
@@ -222,23 +224,47 @@ def forget() -> None:
     _PLANS.clear()
 
 
-class Watch(TorchDispatchMode):
-    """See whether a call does anything but allocate, view and launch; hear of allocations."""
+class Copy(NamedTuple):
+    """A copy that a call made: ``function(source, *rest, **options)``."""
 
-    def __init__(self, allocated: Callable[[Tensor], None] | None = None) -> None:
+    function: Callable[..., Tensor]
+    source: Tensor
+    rest: tuple[Any, ...]
+    options: dict[str, Any]
+    result: Tensor
+
+
+class Watch(TorchDispatchMode):
+    """See whether a call does anything but allocate, view and launch.
+
+    Args:
+        allocated: Hears of each allocation.
+        copied: Hears of each copy; returns whether a repetition can make it, too.
+    """
+
+    def __init__(
+        self,
+        allocated: Callable[[Tensor], None] | None = None,
+        copied: Callable[[Copy], bool] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.allocated = allocated
+        self.allocated, self.copied = allocated, copied
         self.others: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        result = func(*args, **(kwargs or {}))
+        options = kwargs or {}
+        result = func(*args, **options)
         if name in ALLOCATIONS:
             if self.allocated is not None:
                 self.allocated(result)
-        elif not func.is_view:
+            return result
+        known = func.is_view
+        if name in _COPIES and self.copied is not None:
+            known = self.copied(Copy(func, args[0], args[1:], options, result))
+        if not known:
             self.others.append(name)
         return result
 

@@ -1,15 +1,17 @@
 """The grouped backend on a GPU: the bits of the fused one, whichever product computes them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
 from samebits.backends.grouped import device as stages
-from samebits.experts import experts
+from samebits.experts import experts, grouped_experts
 from samebits.ops.grouped_gemm import kernel, tuning
 from samebits.ops.permute.kernel import launch_metadata
 from samebits.problem import Problem, ProbPlacement
+from samebits.routing import Routing
 from samebits.testing.cases import CASES
 from samebits.testing.inputs import make_inputs, run
 from samebits.testing.numerics import assert_bitwise_equal
@@ -109,3 +111,45 @@ def test_torch_serves_a_layer_in_a_graph(placement: ProbPlacement) -> None:
     graph.replay()
 
     assert_bitwise_equal(out, expected)
+
+
+@pytest.mark.usefixtures("unpoisoned_memory")
+@pytest.mark.parametrize("backend", ["fused", "grouped"])
+@pytest.mark.parametrize("placement", ProbPlacement)
+@pytest.mark.parametrize("rows", [3, 200, 3000])
+def test_sorted_rows_have_the_bits_of_experts(
+    rows: int, placement: ProbPlacement, backend: str
+) -> None:
+    whole = replace(CASES["gpt-oss-whole"], H=256, F=128, E=8, K=1, placement=placement)
+    problem = replace(_in(whole, "bf16"), grad=True)
+    inputs = make_inputs(problem, rows, device="cuda")
+    # The last experts have no rows, and the last row has no expert.
+    counts = torch.bincount(torch.arange(rows - 1, device="cuda") % 6, minlength=8)
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    ids = torch.arange(8, device="cuda").repeat_interleave(counts)
+    ids = torch.nn.functional.pad(ids, (0, 1), value=-1)[:, None]
+    probs = inputs.routing.topk_probs.requires_grad_()
+    x = inputs.x.requires_grad_()
+    wanted = [x, probs, inputs.weights.gate_up, inputs.weights.down]
+    for tensor in wanted[2:]:
+        tensor.requires_grad_()
+    options = {"placement": placement, "backend": backend}
+
+    def results(call: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            alone = call()
+        out = call()
+        return [alone, out, *torch.autograd.grad(out, wanted, inputs.dout)]
+
+    expected = results(
+        lambda: experts(x, Routing(ids, probs), inputs.weights, problem.activation, **options)
+    )
+    # The first is recorded, or seen; the others repeat it.
+    for _ in range(4):
+        found = results(
+            lambda: grouped_experts(
+                x, offsets, inputs.weights, problem.activation, row_probs=probs[:, 0], **options
+            )
+        )
+        for value, other in zip(found, expected, strict=True):
+            assert_bitwise_equal(value, other)

@@ -7,7 +7,7 @@ import torch
 
 from samebits import Activation
 from samebits import activation as act
-from samebits.formats import FP8, MXFP4, MXFP8, WeightFormat
+from samebits.formats import FP8, MXFP4, MXFP8, QuantizedMatrix, WeightFormat
 from samebits.formats.packing import quantize_matrix
 from samebits.ops.quantize import (
     ROWS_FP8,
@@ -135,6 +135,49 @@ def test_products_are_of_one_matrix_each() -> None:
     for expert in (-1, 2):
         with pytest.raises(ValueError, match=rf"expert must be in \[0, 2\), got {expert}"):
             scaled_product(quantize_rows(rows[0], ROWS_FP8), weight, expert)
+
+
+def test_rows_may_have_their_scales_in_tiles() -> None:
+    x, ids = torch.randn(9, 96).bfloat16(), torch.randint(-1, 3, (9, 2))
+    permutation = Permutation.of(ids, 3)
+    offsets = permutation.offsets
+    rows = permute_and_quantize(x, permutation.inverse, 2, None, MXFP8)
+    assert isinstance(rows, QuantizedMatrix)
+
+    placed = permute_and_quantize(x, permutation.inverse, 2, None, MXFP8, swizzle=offsets)
+
+    assert_bitwise_equal(placed.values.float(), rows.values[0].float())
+    assert_bitwise_equal(placed.scales, swizzle_scales(rows.scales[0], offsets))
+    z = torch.randn(18, 96).bfloat16()
+    # Of no expert: not looked at.
+    z[int(offsets[-1]) :] = torch.nan
+    h = activation_and_quantize(z, Activation(), Layout(), None, MXFP8, swizzle=offsets)
+    assert not h.values[int(offsets[-1]) :].float().any()
+
+
+def test_bad_rows_are_refused() -> None:
+    x, inverse = torch.randn(5, 64), torch.arange(10)
+    z = torch.randn(4, 64)
+
+    for call, message in (
+        (lambda: permute_and_quantize(x, inverse, 3, None, MXFP8), r"R = T \* K = 15"),
+        (lambda: permute_and_quantize(x, inverse, 2, x, MXFP8), r"probs must have shape \(T, K\)"),
+        (lambda: permute_and_quantize(x[0], inverse, 2, None, MXFP8), "x must have two dimensions"),
+        (
+            lambda: permute_and_quantize(x, inverse, 2, None, ROWS_FP8, swizzle=inverse),
+            "swizzle must be None for fp8_1x128",
+        ),
+        (
+            lambda: activation_and_quantize(z[:, 1:], Activation(), Layout(), None, MXFP8),
+            "z must have 2 columns for each of h, got 63",
+        ),
+        (
+            lambda: activation_and_quantize(z, Activation(), Layout(), z[0], MXFP8),
+            r"row_probs must have shape \(R,\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_bad_offsets_and_tiles_are_refused() -> None:

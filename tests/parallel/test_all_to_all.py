@@ -160,6 +160,10 @@ def test_more_ranks(four_ranks: Processes) -> None:
         for placement, capacity in product(ProbPlacement, [None, 24])
     ]
 
+    # Experts with a few rows, whose products are others on a CPU, beside experts with fewer.
+    sizes = {"tokens": (13, 5, 2, 5), "bounds": (0, 3, 4, 7, 9), "hidden": 8, "columns": 8}
+    cases.append(Case(**sizes, topk=2, placement=FC2))
+
     assert nothing(four_ranks.run(same_bits, cases))
     assert nothing(four_ranks.run(soak, 1, 10))
 

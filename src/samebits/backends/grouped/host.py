@@ -20,9 +20,9 @@ from samebits.weights import split_gate_up
 # Experts with few rows share the elementwise stages up to this many rows: beyond it they gain
 # nothing and leave the cache.
 _CHUNK_ROWS = 64
-# fp32 products of so many rows for each expert are quicker with the weight as the left operand;
-# measured with MKL.
-_WEIGHT_FIRST_FP32 = (5, 32)
+# fp32 products of more and of at most so many rows for each expert are quicker with the weight as
+# the left operand; measured with MKL.
+_WEIGHT_FIRST_FP32 = (4, 32)
 # Dense weights of a chunk of several experts take at most so many bytes.
 _CHUNK_BYTES = 2**28
 # What torch's grouped product takes on CPU: bytes that divide every stride and address.
@@ -62,6 +62,7 @@ class Rows:
         offsets, slots = _sorted(problem, call)
         self.bounds: list[int] = offsets.tolist()
         self.total = self.bounds[-1]
+        self._kinds = _WEIGHT_FIRST_FP32 if call.x.dtype == torch.float32 else ()
         # No chunk has more rows.
         self.longest = max(_CHUNK_ROWS, *(stop - start for start, stop in pairwise(self.bounds)))
         self.slots = slots[: self.total]
@@ -78,15 +79,18 @@ class Rows:
         Determinism: exact integers.
         """
         present: list[int] = []
-        first = 0
+        first = last = 0
         for expert, (start, stop) in enumerate(pairwise(self.bounds)):
             if stop == start:
                 continue
-            full = stop - first > _CHUNK_ROWS or len(present) == self._most
+            # No expert's product is chosen by the rows of others, which another rank may hold.
+            kind = sum(stop - start > bound for bound in self._kinds)
+            full = stop - first > _CHUNK_ROWS or len(present) == self._most or kind != last
             if present and full:
                 yield self._chunk(first, start, present)
                 present, first = [], start
             present.append(expert)
+            last = kind
         if present:
             yield self._chunk(first, self.total, present)
 
@@ -209,8 +213,8 @@ def _weight_first(x: Tensor, weight: Tensor, chunk: Chunk) -> bool:
     if weight.stride(-1) != 1:
         return False
     if x.dtype == torch.float32:
-        fewest, most = _WEIGHT_FIRST_FP32
-        return fewest <= len(chunk.tokens) / len(chunk.present) <= most
+        few, most = _WEIGHT_FIRST_FP32
+        return few < len(chunk.tokens) / len(chunk.present) <= most
     return x.element_size() == 2
 
 

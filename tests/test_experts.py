@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from samebits.errors import UnsupportedError
 from samebits.experts import experts, grouped_experts
@@ -110,6 +111,16 @@ def test_rows_sorted_by_their_caller_have_the_bits_of_experts(
     out = grouped_experts(inputs.x, offsets, inputs.weights, row_probs=probs[:, 0], backend=backend)
 
     assert_bitwise_equal(out, expected)
+
+
+def test_sorted_rows_need_no_values_where_tensors_are_fake(inputs: Inputs) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        rows, offsets = map(mode.from_tensor, (inputs.x, _offsets(inputs, 0, TOKENS)))
+
+        out = grouped_experts(rows, offsets, inputs.weights)
+
+    assert out.shape == inputs.x.shape
+    assert out.dtype == inputs.x.dtype
 
 
 def test_grouped_experts_says_what_has_the_wrong_type_or_device(inputs: Inputs) -> None:

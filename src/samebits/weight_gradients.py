@@ -96,21 +96,28 @@ def main_grad_of(name: str, parameter: Tensor) -> Tensor:
     if hasattr(owned, "get_main_grad"):
         owned.main_grad = owned.get_main_grad()
     buffer = getattr(owned, "main_grad", None)
-    dtypes = {torch.promote_types(parameter.dtype, torch.float32), parameter.dtype}
-    shape, device = tuple(parameter.shape), parameter.device
+    # Asked in every step: what an error says is put together only for one.
+    if isinstance(buffer, Tensor) and _fits(buffer, parameter):
+        return buffer
+    actual = str(buffer)
     if isinstance(buffer, Tensor):
-        actual = f"{buffer.dtype} {tuple(buffer.shape)} on {buffer.device}"
-        fits = tuple(buffer.shape) == shape and buffer.device == device and buffer.dtype in dtypes
-        # Kernels would add to one place from many at once.
-        expanded = any(s == 0 and n > 1 for s, n in zip(buffer.stride(), shape, strict=False))
-        if fits and not (expanded or buffer.requires_grad):
-            return buffer
-        actual += ", expanded" if expanded else ""
-    else:
-        actual = str(buffer)
-    allowed = " or ".join(sorted(map(str, dtypes)))
-    rule = f"be a tensor {shape} in {allowed} on {device}, not expanded, that requires no gradient"
+        strides = f"strides {buffer.stride()}"
+        actual = f"{buffer.dtype} {tuple(buffer.shape)} on {buffer.device}, {strides}"
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    allowed = " or ".join(sorted({str(parameter.dtype), str(wide)}))
+    where = f"{tuple(parameter.shape)} in {allowed} on {parameter.device}"
+    rule = f"be a tensor {where}, not expanded, that requires no gradient"
     raise ValueError(must(f"{name}.main_grad", rule, actual))
+
+
+def _fits(buffer: Tensor, parameter: Tensor) -> bool:
+    if buffer.shape != parameter.shape or buffer.device != parameter.device or buffer.requires_grad:
+        return False
+    # Kernels would add to one place of an expanded one from many at once.
+    strides = () if buffer.is_contiguous() else buffer.stride()
+    if any(s == 0 and n > 1 for s, n in zip(strides, buffer.shape, strict=False)):
+        return False
+    return buffer.dtype in (parameter.dtype, torch.promote_types(parameter.dtype, torch.float32))
 
 
 def accumulates(parameter: Tensor) -> bool:
@@ -206,7 +213,7 @@ class _Pending(NamedTuple):
     destination: "Destination"
     names: tuple[str, ...]
     compute: Callable[[], None]
-    # The tensors that ``compute`` reads, and their versions at the backward.
+    # What ``compute`` reads, and its versions at the backward.
     tensors: tuple[Tensor, ...]
     versions: tuple[int, ...]
 
@@ -285,12 +292,8 @@ class Destination:
 
 
 def _placeholder(owners: tuple[Tensor, ...], like: Tensor) -> Tensor | None:
-    """Return a tensor like ``like`` where hooks that reduce gradients expect one.
-
-    Its values mean nothing; they are 0 where hooks add them to ``main_grad``.
-    """
+    """Return what hooks that reduce gradients expect: of no meaning, or 0 where they add it."""
     if not any(hasattr(parameter, "grad_added_to_main_grad") for parameter in owners):
         return None
-    if any(getattr(parameter, "zero_out_wgrad", False) for parameter in owners):
-        return torch.zeros_like(like)
-    return torch.empty_like(like)
+    zeros = any(getattr(parameter, "zero_out_wgrad", False) for parameter in owners)
+    return torch.zeros_like(like) if zeros else torch.empty_like(like)

@@ -202,8 +202,8 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def compute_backward(
     arguments: tuple[Any, ...], into: dict[str, Buffer], *, spend: bool = False
-) -> tuple[Tensor, ...]:
-    """Return the gradients of the chosen backend, empty where not wanted or stored in ``into``.
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the chosen backend, None where not wanted or stored in ``into``.
 
     Args:
         arguments: Those of ``samebits::experts_backward``; without rows, z is computed again.
@@ -235,14 +235,19 @@ def compute_backward(
             (*about, places), tensors, backward, spent=INPUTS if spend else None
         )
     return tuple(
-        call.x.new_empty(0) if g is None else laid_out(g, getattr(call, name))
+        None if g is None else laid_out(g, getattr(call, name))
         for g, name in zip(grads, DIFFERENTIABLE, strict=True)
     )
 
 
+def _filled(grads: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
+    """Return ``grads`` as an operator does, which knows no None: it is empty instead."""
+    return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
+
+
 @torch.library.impl("samebits::experts_backward", "CompositeExplicitAutograd")
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
-    return compute_backward(arguments, {})
+    return _filled(compute_backward(arguments, {}), arguments[0])
 
 
 @torch.library.impl("samebits::experts_backward_into", "CompositeExplicitAutograd")
@@ -251,7 +256,8 @@ def _backward_into(buffers: list[Tensor], *arguments: Any) -> tuple[Tensor, Tens
     *others, wanted, accumulate = arguments
     names = [n for n, want in zip(DIFFERENTIABLE, wanted, strict=True) if want and n in PARAMETERS]
     into = map(Buffer, buffers, accumulate)
-    dx, dprobs, *_ = compute_backward((*others, wanted), dict(zip(names, into, strict=True)))
+    grads = compute_backward((*others, wanted), dict(zip(names, into, strict=True)))
+    dx, dprobs = _filled(grads[:2], others[0])
     return dx, dprobs
 
 

@@ -132,6 +132,8 @@ def test_options(two_ranks: Processes) -> None:
         Case(tokens=(3, 5), bounds=EVEN, activation=Activation(kind="relu", gated=False)),
         Case(tokens=(3, 5), bounds=EVEN, dtype=torch.float64, probs=torch.float64),
         Case(tokens=(3, 5), bounds=EVEN, dtype=torch.float16, placement=FC1),
+        # More than the shortest message of counts holds.
+        Case(tokens=(3, 5), bounds=(0, 300, 600), hidden=8, columns=8),
     ]
 
     assert nothing(two_ranks.run(same_bits, cases))

@@ -73,7 +73,7 @@ class Route:
     def start(self, rows: Tensor) -> Coming:
         """Send ``rows`` as ``go`` does, and find the ids of what arrives meanwhile; a collective.
 
-        With a capacity on the stream that computes: a captured graph has no other.
+        With a capacity they go on the stream that computes, which a graph may capture.
 
         Determinism: exact copies.
         """

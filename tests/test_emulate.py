@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samebits import Activation, ExpertWeights, ProbPlacement, Routing, UnsupportedError
 from samebits.emulate import EMULATIONS, RoundingPoints, emulated_experts, why_not
+from samebits.formats import MXFP4, dequantize, quantize
 from samebits.problem import Problem
 from samebits.testing.cases import CASES
 from samebits.testing.inputs import make_inputs, run, run_function
@@ -109,6 +110,28 @@ def test_bad_arguments_are_refused() -> None:
         emulated_experts(
             inputs.x, replace(inputs.routing, topk_ids=ids), inputs.weights, emulate="hf_eager"
         )
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("emulate", [3, None, True])
+def test_an_emulation_is_a_name_or_points(emulate: object) -> None:
+    inputs = make_inputs(Problem.parse("H=16 F=24 E=4 K=2 dtype=fp32"), 5)
+
+    with pytest.raises(TypeError, match="emulate must be one of hf_eager"):
+        emulated_experts(inputs.x, inputs.routing, inputs.weights, emulate=emulate)  # type: ignore[arg-type]
+
+
+@pytest.mark.reference
+def test_quantised_weights_are_emulated_as_what_they_stand_for() -> None:
+    inputs = make_inputs(Problem.parse("H=64 F=32 E=4 K=2 dtype=bf16"), 9)
+    stored = quantize(inputs.weights, MXFP4)
+
+    found, expected = (
+        emulated_experts(inputs.x, inputs.routing, weights, emulate="hf_eager")
+        for weights in (stored, dequantize(stored))
+    )
+
+    assert_bitwise_equal(found, expected)
 
 
 @pytest.mark.reference

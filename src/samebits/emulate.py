@@ -19,11 +19,12 @@ from samebits import activation as act
 from samebits.activation import Activation
 from samebits.backends.call import Call, accumulate_dtype
 from samebits.backends.operator import check_ids, problem_of
-from samebits.errors import UnsupportedError, unknown
+from samebits.errors import UnsupportedError, must, unknown
 from samebits.experts import checked
+from samebits.formats.weights import Parameters, QuantizedWeights, dequantize
 from samebits.problem import DTYPES, Problem, ProbPlacement
 from samebits.routing import Permutation, Routing
-from samebits.weights import ExpertWeights, split_gate_up
+from samebits.weights import split_gate_up
 
 _PLAIN = Activation()
 
@@ -97,7 +98,7 @@ EMULATIONS: Mapping[str, Emulation] = {
 def emulated_experts(
     x: Tensor,
     routing: Routing,
-    weights: ExpertWeights,
+    weights: Parameters,
     activation: Activation = _PLAIN,
     *,
     emulate: str | RoundingPoints,
@@ -111,7 +112,7 @@ def emulated_experts(
     Args:
         x: See ``samebits.experts``.
         routing: See ``samebits.experts``.
-        weights: See ``samebits.experts``.
+        weights: See ``samebits.experts``; quantised ones count as the dense ones they stand for.
         activation: See ``samebits.experts``.
         emulate: A key of ``EMULATIONS``, or rounding points chosen one by one.
         placement: See ``samebits.experts``; a framework has its own.
@@ -124,15 +125,21 @@ def emulated_experts(
         the forward was compared with the frameworks.
 
     Raises:
-        TypeError: See ``samebits.experts``.
+        TypeError: See ``samebits.experts``; or ``emulate`` is neither name nor rounding points.
         ValueError: See ``samebits.experts``; or no emulation has that name.
         UnsupportedError: The framework has no such problem.
 
     Determinism: that of the reference: repeatable; sums by ascending row, except inside torch's
     matrix products.
     """
+    if not isinstance(emulate, str | RoundingPoints):
+        names = ", ".join(EMULATIONS)
+        rule = f"be one of {names}, or RoundingPoints"
+        raise TypeError(must("emulate", rule, type(emulate).__name__))
     if isinstance(emulate, str) and emulate not in EMULATIONS:
         raise ValueError(unknown("emulation", emulate, EMULATIONS))
+    if isinstance(weights, QuantizedWeights):
+        weights = dequantize(weights)
     call, options, num_experts = checked(
         x,
         routing,

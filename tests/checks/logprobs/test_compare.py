@@ -249,7 +249,7 @@ def test_shapes_of_models_are_checked() -> None:
     def flat(tokens: Tensor) -> Tensor:
         return torch.zeros(tokens.shape[0], VOCABULARY)
 
-    with pytest.raises(ValueError, match="model must return logits of shape"):
+    with pytest.raises(ValueError, match="model m must return logits of shape"):
         record(flat, TOKENS, name="m")
     with pytest.raises(ValueError, match="tokens must have shape"):
         record(flat, TOKENS[0], name="m")
@@ -300,3 +300,19 @@ def test_a_shift_that_leaves_a_gap_says_so() -> None:
 
     assert _row(rows, "shift").verdict == "fail"
     assert "compare again when this is mended" in _row(rows, "shift").note
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "message"),
+    [
+        (lambda t: None, TOKENS, "model b must return logits, or an object"),
+        (lambda t: (LOGITS,), TOKENS, "model b must return logits, or an object"),
+        (lambda t: torch.tensor(1.0), TOKENS, "model b must return logits of shape"),
+        (lambda t: torch.zeros(*t.shape, 32), TOKENS, "be ids below 32, the vocabulary of model b"),
+        (lambda t: torch.zeros(*t.shape, 64), TOKENS.float(), "be ids: whole numbers >= 0"),
+        (lambda t: torch.zeros(*t.shape, 64), TOKENS - 1, "be ids: whole numbers >= 0"),
+    ],
+)
+def test_models_that_cannot_be_compared_are_refused(model, tokens, message) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        compare_models(lambda t: torch.zeros(*t.shape, 64), model, tokens)

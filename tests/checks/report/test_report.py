@@ -286,11 +286,15 @@ def test_checks_are_run_and_what_they_print_is_kept(tmp_path: Path) -> None:
 def test_a_check_that_is_called_wrongly_stops_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out.html"
+    out, save = tmp_path / "out.html", tmp_path / "kept.jsonl"
+    runs = ["invariance reference --tokens 1,2", "parity --case nonsense"]
 
-    assert cli.main(["report", str(out), "--run", "parity --case nonsense"]) == 2
+    assert cli.main(["report", str(out), "--run", *runs, "--save", str(save)]) == 2
     assert "ended with exit code 2" in capsys.readouterr().err
     assert not out.exists()
+    # What the checks before it said is not lost.
+    kept = [json.loads(line) for line in save.read_text().splitlines()]
+    assert [line["case"] for line in kept[2:]] == ["repeat", "T", "position", "neighbours"]
 
 
 def test_many_failures_are_counted() -> None:

@@ -141,7 +141,8 @@ def record(
         alone: Run each sequence on its own: the engine at another batch size, for the control.
 
     Raises:
-        ValueError: A shape is wrong; the message names it.
+        ValueError: A shape is wrong, or tokens are no ids of the model; the message names it.
+        TypeError: The model returns no logits.
         RecordingError: The model returns NaN.
 
     Determinism: as the model's.
@@ -150,6 +151,8 @@ def record(
         raise ValueError(
             must("tokens", "have shape (B, S) with B >= 1, S >= 2", tuple(tokens.shape))
         )
+    if tokens.is_floating_point() or tokens.dtype == torch.bool or int(tokens.min()) < 0:
+        raise ValueError(must("tokens", "be ids: whole numbers >= 0", _range(tokens)))
     if mask is not None and mask.shape != tokens.shape:
         raise ValueError(
             must("mask", f"have the shape of tokens {tuple(tokens.shape)}", mask.shape)
@@ -161,11 +164,17 @@ def record(
             batch = slice(index, index + size)
             options = {} if mask is None else {"attention_mask": mask[batch]}
             returned = model(tokens[batch], **options)
-            logits = returned if isinstance(returned, Tensor) else returned.logits
-            expected = (*tokens[batch].shape, logits.shape[-1])
+            logits = returned if isinstance(returned, Tensor) else getattr(returned, "logits", None)
+            if not isinstance(logits, Tensor):
+                rule = "return logits, or an object that has them as logits"
+                raise TypeError(must(f"model {name}", rule, type(returned).__name__))
+            expected = (*tokens[batch].shape, logits.shape[-1] if logits.dim() else 1)
             if tuple(logits.shape) != expected:
                 rule = f"return logits of shape (B, S, V) = {expected}"
-                raise ValueError(must("model", rule, tuple(logits.shape)))
+                raise ValueError(must(f"model {name}", rule, tuple(logits.shape)))
+            if int(tokens[batch].max()) >= expected[-1]:
+                rule = f"be ids below {expected[-1]}, the vocabulary of model {name}"
+                raise ValueError(must("tokens", rule, _range(tokens[batch])))
             chosen = tokens[batch, 1:, None].to(logits.device)
             log_probs = logits[:, :-1].double().log_softmax(-1).gather(-1, chosen)
             parts.append(log_probs[..., 0].cpu())
@@ -176,6 +185,10 @@ def record(
     return Recording(
         name=name, log_probs=list(torch.cat(parts)), masks=counted, tokens=list(tokens[:, 1:].cpu())
     )
+
+
+def _range(tokens: Tensor) -> str:
+    return f"{tokens.dtype} from {tokens.min().item()} to {tokens.max().item()}"
 
 
 def compare_models(
@@ -200,6 +213,7 @@ def compare_models(
 
     Raises:
         ValueError: See ``record``.
+        TypeError: See ``record``.
 
     Determinism: as the models'.
     """

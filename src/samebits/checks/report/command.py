@@ -94,29 +94,37 @@ def _run(commands: Sequence[str], save: Path | None) -> Machine:
     """
     described = {"versions": env.versions(), "devices": env.devices(), "system": env.system()}
     lines = [json.dumps(described | {"bits_key": env.bits_key()})]
-    for command in commands:
-        words = ["check", *_words(command)]
-        spelled = shlex.join(["samebits", *words])
-        print(f"running {spelled}", file=sys.stderr)
-        done = subprocess.run(
-            [sys.executable, "-m", "samebits", *words],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        lines.append(json.dumps({"command": spelled}))
-        if done.returncode == NOTHING_RUN and not done.stdout.strip():
-            lines.append(json.dumps(_not_run(words[1], last)))
-        elif done.returncode not in (0, 1, NOTHING_RUN):
-            raise ValueError(f"{spelled} ended with exit code {done.returncode}: {last}")
-        lines += done.stdout.splitlines()
+    try:
+        for command in commands:
+            lines += _said(command)
+    finally:
+        # Checks take minutes: one that is called wrongly does not cost what the others said.
+        if save is not None:
+            with written_whole(save) as beside:
+                beside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     machine = Machine(source=platform.node() or "this machine")
     add(machine, lines)
-    if save is not None:
-        with written_whole(save) as beside:
-            beside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return machine
+
+
+def _said(command: str) -> list[str]:
+    """Run one check, and return its command and what it printed."""
+    words = ["check", *_words(command)]
+    spelled = shlex.join(["samebits", *words])
+    print(f"running {spelled}", file=sys.stderr)
+    done = subprocess.run(
+        [sys.executable, "-m", "samebits", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    if done.returncode not in (0, 1, NOTHING_RUN):
+        raise ValueError(f"{spelled} ended with exit code {done.returncode}: {last}")
+    lines = done.stdout.splitlines()
+    if done.returncode == NOTHING_RUN and not done.stdout.strip():
+        lines = [json.dumps(_not_run(words[1], last))]
+    return [json.dumps({"command": spelled}), *lines]
 
 
 def _not_run(check: str, reason: str) -> dict[str, str]:

@@ -37,6 +37,15 @@ def timed(run):
     return start, stop
 
 
+def numbers(line):
+    """Return the numbers of a sample; none where one of them is not known."""
+    try:
+        found = [float(part) for part in line.split(",")]
+    except ValueError:
+        return []
+    return found if len(found) == len(FIELDS.split(",")) else []
+
+
 def sampled(function):
     """Return what ``function`` does, and the device's clocks and power meanwhile: least, most."""
     tool = shutil.which("nvidia-smi")
@@ -53,12 +62,13 @@ def sampled(function):
         sampler.terminate()
         sampler.wait()
         file.seek(0)
-        lines = [line.split(",") for line in file.read().splitlines() if line.count(",") == 3]
-    columns = zip(*([float(v) for v in line] for line in lines), strict=True)
-    return found, {
-        name: [min(values), statistics.median(values), max(values)]
-        for name, values in zip(FIELDS.split(","), columns, strict=True)
-    }
+        samples = list(map(numbers, file.read().splitlines()))
+    state = {}
+    for place, name in enumerate(FIELDS.split(",")):
+        values = [sample[place] for sample in samples if sample]
+        if values:
+            state[name] = [min(values), statistics.median(values), max(values)]
+    return found, state
 
 
 def measure(run, seconds):

@@ -1,11 +1,5 @@
-"""The expert layer over ranks: each token's weighted sum over experts that other ranks may hold.
+"""The expert layer over ranks: each token's weighted sum over experts that other ranks may hold."""
 
-What travels is in the working dtype and not yet weighted: the output of an expert goes back and is
-weighted and added up where its token is; in the backward the gradient of a token's output goes out
-as it is, because the one-rank run rounds nothing between it and the product with ``down``.
-"""
-
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,24 +8,22 @@ from torch import Tensor
 from samebits.activation import Activation
 from samebits.arguments import require_bool, require_type
 from samebits.autograd import refuse_second_derivatives
-from samebits.backends.call import DIFFERENTIABLE, INPUTS, Call, Gradients, check_weights
+from samebits.backends.call import DIFFERENTIABLE, INPUTS, Call, check_weights
 from samebits.backends.differentiable import check_destination
 from samebits.backends.options import Options
 from samebits.errors import must
 from samebits.experts import checked
 from samebits.formats.weights import Parameters
-from samebits.parallel.copies import combine, permute
-from samebits.parallel.exchange import Coming, take
+from samebits.parallel.exchange import Coming
+from samebits.parallel.exchanged import BACKWARD, EVERYTHING, PROBS, Exchanged, X, set_out
 from samebits.parallel.held import HeldExperts, Local
 from samebits.parallel.ranks import Ranks
-from samebits.parallel.route import Route, depart, wrong_ids
+from samebits.parallel.traced import can_trace, trace
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 from samebits.weight_gradients import Destination
 
 _PLAIN = Activation()
-# What a rank may want of the others: a backward pass, gradients of x and of the probabilities.
-_BACKWARD, _X, _PROBS = 1, 2, 4
 
 
 def parallel_experts(
@@ -134,21 +126,17 @@ def run_over_ranks(
 
     Determinism: see ``parallel_experts``.
     """
-    leaving = depart(
-        ranks,
-        call.topk_ids,
-        num_valid_tokens=call.num_valid_tokens,
-        wishes=_wishes_of(call, ranks),
-        agreement=f"{options.text()}|H={call.x.shape[1]}|{call.x.dtype}|{call.topk_probs.dtype}"
-        f"|{ranks.bounds}|{agreement}",
-        wrong=wrong_ids(call.topk_ids, ranks.num_experts, call.num_valid_tokens),
+    wishes = _wishes_of(call, ranks)
+    agreement = (
+        f"{options.text()}|H={call.x.shape[1]}|{call.x.dtype}|{call.topk_probs.dtype}"
+        f"|{ranks.bounds}|{agreement}"
     )
-    # Before the wait for counts, which it does not need.
-    probs = call.topk_probs if options.placement == ProbPlacement.FC1_INPUT else None
-    with torch.no_grad():
-        rows = permute(call.x, leaving.metadata.inverse, leaving.topk, probs)
-    route = leaving.route(roomy=True)
-    coming, layer = route.start(rows), _Layer(route, options, local)
+    if torch.compiler.is_compiling() and isinstance(local, HeldExperts):
+        recorded = any(t.requires_grad for t in _tensors_of(call).values())
+        if can_trace(ranks, wishes, recorded):
+            return trace(call, ranks, local, bool(wishes), agreement)
+    route, coming = set_out(call, options.placement, ranks, wishes, agreement)
+    layer = Exchanged(route, options, local)
     if not route.wishes:
         return layer.forward(call, coming, save=False)[0]
     # Part of the graph even where nothing here has a gradient: others wait for this backward.
@@ -164,108 +152,24 @@ def _wishes_of(call: Call, ranks: Ranks) -> int:
         return 0
     if ranks.capacity is not None:
         # Nobody learns of the others' wishes there.
-        return _BACKWARD | _X | _PROBS
+        return EVERYTHING
     wanted = {n for n, t in _tensors_of(call).items() if t.requires_grad}
-    wishes = _BACKWARD if wanted else 0
-    wishes |= _X if "x" in wanted else 0
-    return wishes | (_PROBS if "topk_probs" in wanted else 0)
+    wishes = BACKWARD if wanted else 0
+    wishes |= X if "x" in wanted else 0
+    return wishes | (PROBS if "topk_probs" in wanted else 0)
 
 
 def _tensors_of(call: Call) -> dict[str, Tensor]:
     return {n: t for n in DIFFERENTIABLE if (t := getattr(call, n)) is not None}
 
 
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    """The two passes, given the way of the rows."""
-
-    route: Route
-    options: Options
-    local: Local
-
-    @property
-    def placement(self) -> ProbPlacement:
-        return self.options.placement
-
-    def _arrived(self, call: Call, rows: Tensor, probs: Tensor | None) -> Call:
-        """Return the call of this rank's experts on its arrivals, one expert each."""
-        if probs is None:
-            probs = torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
-        ids = self.route.ids[:, None]
-        return call._replace(x=rows, topk_ids=ids, topk_probs=probs[:, None], num_valid_tokens=None)
-
-    def _probs_there(self, call: Call) -> Tensor:
-        """Return the probability of each arrival; a collective."""
-        return self.route.go(take(call.topk_probs.reshape(-1), self.route.slots, 0.0))
-
-    def forward(self, call: Call, coming: Coming, *, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(out, arrivals, z)`` for the rows that come; a collective."""
-        route, placed = self.route, {self.placement: call.topk_probs}
-        rows = coming.wait()
-        on_hidden = self.placement == ProbPlacement.FC2_INPUT
-        probs = self._probs_there(call) if on_hidden else None
-        there = self._arrived(call, rows, probs)
-        y, z = self.local.forward(there, save=save)
-        out = combine(
-            route.back(y),
-            route.inverse,
-            route.topk,
-            placed.get(ProbPlacement.FC2_OUTPUT),
-            out_dtype=self.options.out_dtype,
-        )
-        return self.local.whole(out), rows, z
-
-    def backward(
-        self, call: Call, rows: Tensor, z: Tensor, dout: Tensor, wanted: dict[str, bool]
-    ) -> Gradients:
-        """Return the wanted gradients; a collective."""
-        route, on_input = self.route, self.placement == ProbPlacement.FC1_INPUT
-        if self.options.backend != "reference":
-            dout = dout.to(call.x.dtype)
-        dout = route.go(permute(dout.contiguous(), route.inverse, route.topk), fill=None)
-        there = self._arrived(call, rows, None if on_input else self._probs_there(call))
-        x_travels = bool(route.wishes & (_X | _PROBS if on_input else _X))
-        probs_travel = bool(route.wishes & _PROBS) and not on_input
-        local = {**wanted, "x": x_travels, "topk_probs": probs_travel}
-        grads = self.local.backward(there, z, dout, [local[n] for n in DIFFERENTIABLE])
-        dx, dprobs = grads.x, None
-        if dx is not None:
-            dx, dprobs = self._input_gradients(call, route.back(dx), wanted["topk_probs"])
-        if grads.topk_probs is not None:
-            back = route.back(grads.topk_probs)
-            dprobs = take(back, route.inverse, 0.0).view(call.topk_probs.shape)
-        return grads._replace(x=dx, topk_probs=dprobs)
-
-    def _input_gradients(
-        self, call: Call, rows: Tensor, want_probs: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of x and, where they scaled it, of the probabilities."""
-        route = self.route
-        if self.placement != ProbPlacement.FC1_INPUT:
-            return self.local.whole(combine(rows, route.inverse, route.topk)), None
-        rows = self.local.whole(rows)
-        on_host = call.x.device.type == "cpu" and not self.local.in_blocks
-        x = call.x if want_probs and not on_host else None
-        dx, dprobs = torch.ops.samebits.permute_backward(
-            rows, route.inverse, call.topk_probs, x, route.topk
-        )
-        if want_probs and on_host:
-            # Without kernels, dp is torch's own sum (CONTRACT section 5).
-            wide = torch.promote_types(rows.dtype, torch.float32)
-            slots = take(rows, route.inverse, 0.0).to(wide)
-            tokens = call.x.repeat_interleave(route.topk, 0)
-            sums = (slots * tokens).sum(-1)
-            # Tokens of dropped slots may hold anything.
-            dropped = route.inverse == route.inverse.shape[0]
-            dprobs = sums.masked_fill(dropped, 0.0).view(call.topk_probs.shape)
-        return dx, dprobs.to(call.topk_probs.dtype) if want_probs else None
-
-
 class _ParallelExperts(torch.autograd.Function):
     """Tie the two passes together; saves the inputs, the arrivals and ``z``."""
 
     @staticmethod
-    def forward(ctx: Any, layer: _Layer, _anchor: Tensor, coming: Coming, *tensors: Any) -> Tensor:
+    def forward(
+        ctx: Any, layer: Exchanged, _anchor: Tensor, coming: Coming, *tensors: Any
+    ) -> Tensor:
         call = Call(*tensors)
         out, rows, z = layer.forward(call, coming, save=True)
         ctx.save_for_backward(*tensors, rows, z)

@@ -6,6 +6,7 @@ where an exchange that another stream does shows as the wait for it.
 """
 
 import statistics
+import sys
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -17,22 +18,24 @@ from parallel_cells import Cell, clock, find_route, sync
 
 from samebits.parallel import exchange, held, layer, route
 
+# Where the steps are tied together.
+PASSES = sys.modules.get("samebits.parallel.exchanged", layer)
 # (label, owner, attribute): indented ones run within the one above.
 PHASES = (
     ("checks", layer, "checked"),
-    ("depart", layer, "depart"),
+    ("depart", PASSES, "depart"),
     ("  sort", route, "sort"),
     ("  gather of counts", route, "_gather"),
-    ("permute", layer, "permute"),
+    ("permute", PASSES, "permute"),
     ("wait and counts", route.Departure, "route"),
     ("start", route.Route, "start"),
     ("  all-to-all", route, "exchange"),
     ("arrived", exchange.Coming, "wait"),
     ("experts", held.HeldExperts, "forward"),
     ("back", route.Route, "back"),
-    ("combine", layer, "combine"),
+    ("combine", PASSES, "combine"),
     ("out", route.Route, "go"),
-    ("take", layer, "take"),
+    ("take", PASSES, "take"),
     ("experts, backward", held.HeldExperts, "backward"),
 )
 CALLS = 12
@@ -124,7 +127,9 @@ def counted(function, device):
     for event in profile.events():
         on_device = str(event.device_type) == "DeviceType.CUDA"
         if on_device:
-            kernels[event.name] += event.device_time
+            # Without the ranges that NCCL's operators draw around their kernels.
+            if not event.name.startswith("nccl:"):
+                kernels[event.name] += event.time_range.elapsed_us()
         elif event.name.startswith(("aten::", "c10d::", "samebits::")):
             counts[event.name.split("::")[0]] += 1
         elif "Launch" in event.name and event.name.startswith("cu"):

@@ -217,7 +217,9 @@ def main():
     parser.add_argument("--routings", default="uniform", help="uniform,zipf,half,one")
     parser.add_argument("--options", action="store_true", help="also gpt-oss' options")
     parser.add_argument("--recompute", action="store_true", help="also recompute=True")
-    parser.add_argument("--peers", default="torch", help="torch,transformers,liger,sonic; none")
+    names = "torch,transformers,liger,sonic,megatron; none"
+    parser.add_argument("--peers", default="torch", help=names)
+    parser.add_argument("--kernels", action="store_true", help="each kernel's time in a step")
     parser.add_argument("--unchecked", action="store_true", help="tests have checked gradients")
     parser.add_argument("--seconds", type=float, default=600, help="start no cell after these")
     parser.add_argument("--compile-share", nargs=2, type=int)

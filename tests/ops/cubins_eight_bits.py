@@ -56,6 +56,8 @@ def _cases() -> dict[str, Case]:
     for config in (heuristic("sm_90"), *CANDIDATES):
         found[_named(config)] = Case("product", config, (90,))
     found[_named(heuristic("sm_100"))] = Case("product", heuristic("sm_100"), _OTHERS)
+    # Rows at multiples of no 16 bytes: read byte by byte.
+    found["odd-product"] = Case("odd", heuristic("sm_90"), (90,))
     return found
 
 
@@ -85,8 +87,8 @@ def build(case: Case, sm: int) -> Any:
     )
     total = TOKENS * TOPK
     kept = _made(1, dtype=torch.int32)
-    if case.kernel == "product":
-        return _product(case.options, total)
+    if case.kernel in ("product", "odd"):
+        return _product(case.options, total, HIDDEN + 2 * (case.kernel == "odd"))
     options = dict(case.options)
     if options.pop("swizzle", False):
         options["swizzle"] = _made(EXPERTS + 1, dtype=torch.int32)
@@ -104,20 +106,20 @@ def build(case: Case, sm: int) -> Any:
     return collect.compiled
 
 
-def _product(config: Config, total: int) -> Any:
+def _product(config: Config, total: int, hidden: int) -> Any:
     collect = _collected(product, "_scaled_product_kernel")
-    shapes = FP8.shapes((EXPERTS, 2 * COLUMNS, HIDDEN))
+    shapes = FP8.shapes((EXPERTS, 2 * COLUMNS, hidden))
     weight = QuantizedMatrix(
         format=FP8,
-        columns=HIDDEN,
+        columns=hidden,
         values=_made(*shapes["values"], dtype=torch.float8_e4m3fn),
         scales=_made(*shapes["scales"], dtype=torch.float32),
     )
     size = buffer_size(total, EXPERTS, config.block_r)
     table = unpack(_made(size, dtype=torch.int32), total, EXPERTS, config.block_r)
     product.launch_scaled_gemm(
-        _made(total, HIDDEN, dtype=torch.float8_e4m3fn),
-        _made(total, -(-HIDDEN // 128), dtype=torch.float32),
+        _made(total, hidden, dtype=torch.float8_e4m3fn),
+        _made(total, -(-hidden // 128), dtype=torch.float32),
         table.slots, table.tiles, weight, _made(EXPERTS, 2 * COLUMNS), None, torch.bfloat16, config,
     )  # fmt: skip
     return collect.compiled

@@ -119,8 +119,10 @@ def kind_of(request: Request) -> Kind | None:
         routing.num_experts, None if weights.norm is None else weights.norm.key,
     ]  # fmt: skip
     if isinstance(weights, QuantizedWeights):
+        first, second = weights.gate_up, weights.down
         # Two columns share a byte: shapes do not tell how many there are.
-        traits += (weights.format.key, weights.dtype, weights.gate_up.columns, weights.down.columns)
+        traits += (first.format.key, first.columns, second.format.key, second.columns)
+        traits.append(weights.dtype)
     if not _add_traits((*tensors, out), traits, addresses):
         return None
     if out is not None and _meets(out, addresses.pop(), tensors, addresses):

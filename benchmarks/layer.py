@@ -9,7 +9,8 @@ Times are medians of CUDA-graph replays that rotate through several routings, so
 weights do not come from the cache; peers that cannot be captured are launched plainly.
 floor = max(FLOP / 790 TFLOP/s, bytes / 4.3 TB/s), bytes = weights of touched experts once +
 activations once. staged = the same for each stage on its own, rows padded to tiles of 64, at the
-rates that this run measured, + combine + 3 µs a launch. Kernels are compiled first, in processes.
+rates that this run measured, + combine + 3 µs a launch; from 4096 tokens on also ("busy") at the
+rate of large products in turn with the candidates. Kernels are compiled first, in processes.
 """
 
 import argparse
@@ -19,18 +20,21 @@ import math
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import stored_rows
 import targets
 import torch
 from layer_cases import (
+    BUSY_TOKENS,
     ROUTINGS,
     TOKENS,
     cells_of,
     exact_rows,
     floor_ms,
     jobs_of,
+    large_products,
     rates,
     sets_of,
     staged_ms,
@@ -55,6 +59,8 @@ ROUNDS = 5
 # A replay lasts about this long.
 REPLAY_MS = 4.0
 PICKED = 8
+# What is run in turn with the candidates of a cell: the rate of its clocks.
+PRODUCT = "8192³"
 
 
 def kernel_hash():
@@ -73,15 +79,6 @@ def ours(problem, weights, backend):
     return layer
 
 
-def captured(function, sets, repeats):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for values in sets:
-                function(*values)
-    return graph.replay
-
-
 def launched(function, sets, repeats):
     def run():
         for _ in range(repeats):
@@ -89,6 +86,13 @@ def launched(function, sets, repeats):
                 function(*values)
 
     return run
+
+
+def captured(function, sets, repeats):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launched(function, sets, repeats)()
+    return graph.replay
 
 
 def timed(run):
@@ -130,16 +134,24 @@ def measure(cell, problem, weights, arguments, measured):
         for name, (function, graph) in candidates.items()
         if name not in wrong
     }
+    if tokens >= BUSY_TOKENS:
+        product, flop = large_products(floor * repeats * len(sets))
+        runs[PRODUCT] = captured(product, [()], 1)
     times = {name: [] for name in runs}
     for _ in range(ROUNDS):
         for name, run in runs.items():
             times[name].append(timed(run) / (repeats * len(sets)))
     ms = {name: statistics.median(found) for name, found in times.items()}
-    return {
+    row = {
         "shape": shape, "T": tokens, "routing": routing, "variant": variant,
         "floor_ms": floor, "staged_ms": staged_ms(problem, tokens, sets, measured),
         "ms": ms, "error": errors, "wrong": sorted(wrong),
     }  # fmt: skip
+    if PRODUCT in ms:
+        rate = flop / (ms.pop(PRODUCT) * repeats * len(sets))
+        busy = replace(measured, flop_per_ms=rate)
+        row |= {"busy": rate, "staged_busy_ms": staged_ms(problem, tokens, sets, busy)}
+    return row
 
 
 def line(row, speed):
@@ -150,9 +162,10 @@ def line(row, speed):
     name, peer = best_peer(row, speed)
     times = "  ".join(f"{key} {value:.4f}" for key, value in row["ms"].items())
     best = min(mine)
+    busy = f" (busy {row['staged_busy_ms'] / best:.2f})" if "staged_busy_ms" in row else ""
     return (
         f"{label}{best:9.4f} ms  floor {row['floor_ms'] / best:.2f}"
-        f"  staged {row['staged_ms'] / best:.2f}  x{best / peer:.2f} of {name} | {times}"
+        f"  staged {row['staged_ms'] / best:.2f}{busy}  x{best / peer:.2f} of {name} | {times}"
     )
 
 
@@ -254,8 +267,7 @@ def main(argv=None):
         f"copy {measured.byte_per_ms / 1e9:.2f} TB/s  clocks {clocks()}  kernels {kernel_hash()}  "
         f"compiled in {time.time() - began:.0f} s", flush=True,
     )  # fmt: skip
-    rows = []
-    whole = {"rows": rows}
+    whole = {"rows": (rows := [])}
     with torch.no_grad():
         for shape, variant, cells in jobs:
             if time.time() - began > arguments.seconds:

@@ -26,6 +26,8 @@ QUICK = (
 FLOPS, BYTES = 790e12, 4.3e12
 # A launch costs at least this, also in a graph.
 LAUNCH_MS = 3e-3
+# From here on a cell lasts long enough to change the clocks.
+BUSY_TOKENS = 4096
 # Rows of the smallest tile that reaches the rate of the matrix unit.
 TILE_ROWS = 64
 
@@ -38,19 +40,38 @@ class Rates:
     byte_per_ms: float
 
 
-def rates() -> Rates:
-    """Measure a large cuBLAS product and a large copy."""
+def large_product():
+    """Return a function that multiplies two large matrices, and its FLOP."""
     size = 8192
     a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
+    return lambda *_: a @ b, 2 * size**3
+
+
+def large_products(ms):
+    """Return a function that multiplies large matrices for about so long, and its FLOP."""
+    product, flop = large_product()
+    count = max(1, round(ms * FLOPS / 1e3 / flop))
+    product()
+
+    def run(*_):
+        for _ in range(count):
+            product()
+
+    return run, flop * count
+
+
+def rates() -> Rates:
+    """Measure a large cuBLAS product and a large copy, on a device that has rested."""
+    product, flop = large_product()
     times = []
     for _ in range(12):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        a @ b
+        product()
         stop.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(stop))
-    return Rates(2 * size**3 / statistics.median(times[2:]), copy_ceiling("cuda", 1 << 30))
+    return Rates(flop / statistics.median(times[2:]), copy_ceiling("cuda", 1 << 30))
 
 
 def weights_of(problem):

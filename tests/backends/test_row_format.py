@@ -11,7 +11,8 @@ from samebits import Activation, ProbPlacement, Routing, UnsupportedError
 from samebits.backends import explain
 from samebits.experts import experts, grouped_experts
 from samebits.formats import FP8, MXFP4, MXFP8, ROWS_FP8, FormatPair, WeightFormat, dequantize
-from samebits.nn import QuantizedExperts
+from samebits.nn import LoRAExperts, QuantizedExperts
+from samebits.parallel import ParallelQuantizedExperts
 from samebits.problem import Problem
 from samebits.testing.inputs import Inputs, exact, make_inputs, run
 from samebits.testing.numerics import assert_bitwise_equal
@@ -126,6 +127,17 @@ def test_what_is_missing_is_refused() -> None:
         device="sm_90",
     )
     assert explain(smaller)["grouped"] == "its kernels take blocks of 128 columns, not 64"
+
+
+def test_wrappers_that_would_forget_it_are_refused() -> None:
+    module = QuantizedExperts(make_inputs(FP8_CASE, 1).weights, GPT_OSS, row_format=ROWS_FP8)
+
+    with pytest.raises(UnsupportedError, match="merged into dense weights"):
+        LoRAExperts(module, gate_up_rank=2, down_rank=0, scaling=1.0)
+    # As the parallel style does.
+    module.__class__ = ParallelQuantizedExperts
+    with pytest.raises(UnsupportedError, match="over ranks have no activations in 8 bits"):
+        module.local_weights()
 
 
 def test_formats_that_do_not_go_together_are_refused() -> None:

@@ -47,6 +47,7 @@ class LoRAExperts(nn.Module):
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: Both ranks are 0, or a number is out of range.
+        UnsupportedError: The base quantises activations.
     """
 
     def __init__(
@@ -61,6 +62,11 @@ class LoRAExperts(nn.Module):
     ) -> None:
         super().__init__()
         require_experts("base", base)
+        if isinstance(base, QuantizedExperts) and base.row_format is not None:
+            raise UnsupportedError(
+                "adapters are merged into dense weights, beside which no rows are quantised"
+                "\nhint: QuantizedExperts(…, row_format=None)"
+            )
         require_int("gate_up_rank", gate_up_rank, minimum=0)
         require_int("down_rank", down_rank, minimum=0)
         if not gate_up_rank + down_rank:

@@ -186,6 +186,8 @@ class ParallelQuantizedExperts(SpreadModule, QuantizedExperts):
 
     def local_weights(self) -> QuantizedWeights:
         """Return the parameters of this rank's experts, as this rank computes with them."""
+        if self.row_format is not None:
+            raise UnsupportedError("experts over ranks have no activations in 8 bits")
         vectors: dict[str, Any] = {
             name: None if tensor is None else self._local(tensor)
             for name in ("gate_up_bias", "down_bias", "norm_scale")

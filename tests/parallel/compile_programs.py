@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from module_programs import HIDDEN, NUM_EXPERTS, TOKENS, compare, gradients, layer
 from samebits import ProbPlacement, Routing
 from samebits.parallel import Capacity, ExpertParallel
+from tensor_module_programs import Cut, spread
 
 
 class Block(nn.Module):
@@ -107,3 +108,28 @@ def broken() -> list[str]:
     fast = torch.compile(traced, backend=counter)
     wrong = differing(plain, traced, fast, [5])
     return wrong if counter.frame_count > 1 else [*wrong, "it does not break"]
+
+
+def cut() -> list[str]:
+    """Return what differs between compiled experts that are cut and eager ones."""
+    torch._dynamo.reset()
+    size = dist.get_world_size()
+    plain, traced = (spread(Cut((1, size)))[0].experts for _ in range(2))
+    fast = torch.compile(traced, backend="aot_eager")
+    torch.manual_seed(2)
+    x, dout = torch.randn(2, 5, HIDDEN)
+    ids, probs = torch.randint(-1, plain.num_experts, (5, 2)), torch.rand(5, 2)
+    found = []
+    for module in (plain, fast):
+        given = x.clone().requires_grad_()
+        out = module(given, Routing(ids, probs))
+        out.backward(dout)
+        assert given.grad is not None
+        found.append((out.detach(), given.grad))
+    wrong = [
+        line
+        for name, one, other in zip(("out", "dx"), *found, strict=True)
+        for line in compare(name, one, other)
+    ]
+    grads = gradients(traced)
+    return wrong + [line for n, g in gradients(plain).items() for line in compare(n, grads[n], g)]

@@ -1,5 +1,6 @@
 """What each rank runs of modules whose experts are cut over ranks, and maybe spread besides."""
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -196,6 +197,14 @@ def converted() -> list[str]:
     expected = other.weights.to_layout(BLOCKS)
     found = module.experts.weights.named_tensors()
     return [line for n, t in found.items() for line in compare(n, whole(t), getattr(expected, n))]
+
+
+def copied() -> list[str]:
+    """Return what a deep copy of a cut layer computes otherwise."""
+    cut = Cut((1, dist.get_world_size()))
+    module, _ = spread(cut)
+    x, _ = tokens(cut)
+    return compare("out", copy.deepcopy(module)(x[0]), module(x[0]))
 
 
 def refusals() -> list[str]:

@@ -1,6 +1,6 @@
 import pytest
 
-from compile_programs import broken, compiled, inference, overflowing
+from compile_programs import broken, compiled, cut, inference, overflowing
 from rank_processes import Processes
 from samebits import ProbPlacement
 
@@ -43,3 +43,7 @@ def test_one_graph_of_inference_where_counts_are_exchanged(two_ranks: Processes)
 
 def test_a_break_leaves_the_values_right(two_ranks: Processes) -> None:
     assert nothing(two_ranks.run(broken))
+
+
+def test_experts_that_are_cut(two_ranks: Processes) -> None:
+    assert nothing(two_ranks.run(cut))

@@ -8,6 +8,7 @@ from samebits import Activation, Layout, ProbPlacement
 from tensor_module_programs import (
     Cut,
     converted,
+    copied,
     cut_bits,
     cut_values,
     load,
@@ -69,6 +70,10 @@ def test_checkpoints_know_no_degrees(four_ranks: Processes, tmp_path: Path) -> N
 
 def test_weights_of_another_layout_are_converted(two_ranks: Processes) -> None:
     assert nothing(two_ranks.run(converted))
+
+
+def test_a_deep_copy_is_cut_too(two_ranks: Processes) -> None:
+    assert nothing(two_ranks.run(copied))
 
 
 def test_refusals(two_ranks: Processes) -> None:

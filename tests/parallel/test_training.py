@@ -1,11 +1,12 @@
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from rank_processes import Processes
 from samebits import ProbPlacement
-from training_programs import Setting, merged, refused, trained
+from training_programs import Setting, merged, refused, reloaded, trained
 
 pytestmark = pytest.mark.distributed
 
@@ -67,6 +68,12 @@ def test_quantised_experts_and_adapters(two_ranks: Processes) -> None:
 
     assert nothing(two_ranks.run(trained, settings))
     assert nothing(two_ranks.run(merged))
+
+
+def test_a_checkpoint_of_quantised_experts_and_adapters(
+    four_ranks: Processes, tmp_path: Path
+) -> None:
+    assert nothing(four_ranks.run(reloaded, str(tmp_path)))
 
 
 def test_checkpointing_and_autocast(two_ranks: Processes) -> None:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -175,6 +176,27 @@ def merged() -> list[str]:
     before = module(x[rank])
     module.experts = module.experts.merge()
     return compare("out", before, module(x[rank]))
+
+
+def reloaded(folder: str) -> list[str]:
+    """Return what a checkpoint of frozen experts and adapters loses from 2 ranks to all."""
+    setting, wrong = Setting(kind="adapted quantised", dtype=torch.bfloat16), []
+    modules = []
+    for size in (2, dist.get_world_size()):
+        shape = (dist.get_world_size() // size, size)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
+        module = module_of(setting)
+        parallelize_module(module, mesh["ep"], {"experts": ExpertParallel()})
+        modules.append(module)
+    dcp.save({"model": modules[0].state_dict()}, checkpoint_id=folder)
+    other = modules[1].state_dict()
+    for tensor in other.values():
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
+    dcp.load({"model": other}, checkpoint_id=folder)
+    single = module_of(setting).state_dict()
+    for name, tensor in modules[1].state_dict().items():
+        wrong += compare(name, whole(tensor), single[name])
+    return wrong
 
 
 def messages_of(*attempts: Callable[[], object]) -> list[str]:

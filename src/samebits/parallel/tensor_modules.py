@@ -1,5 +1,7 @@
 """Experts modules each of whose experts is cut over ranks; made by ``ExpertTensorParallel``."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -45,6 +47,16 @@ def check_cuttable(module: Experts, size: int) -> None:
         raise UnsupportedError(reason)
 
 
+@dataclass(frozen=True, eq=False)
+class CutOver:
+    """The ranks over which each expert is cut; copies of a module keep them."""
+
+    group: dist.ProcessGroup
+
+    def __deepcopy__(self, _memo: object) -> "CutOver":
+        return self  # a group of processes has no copies
+
+
 class TensorParallelExperts(Experts):
     """``samebits.nn.Experts`` each of whose experts is cut over ranks, and maybe spread besides.
 
@@ -52,13 +64,15 @@ class TensorParallelExperts(Experts):
     and its bias along H, and all of them by expert where experts are spread.
     """
 
-    group: dist.ProcessGroup
+    cut_over: CutOver
     # The ranks over which experts are spread; None where each rank has a part of every expert.
     ranks: Ranks | None
 
     def local_weights(self) -> TensorParallelWeights:
         """Return this rank's part of the parameters, as this rank computes with it."""
-        local = {n: local_part(t, self.group) for n, t in self.weights.named_tensors().items()}
+        local = {
+            n: local_part(t, self.cut_over.group) for n, t in self.weights.named_tensors().items()
+        }
         return TensorParallelWeights(layout=self.layout, part_layout=self.layout, **local)
 
     def forward(
@@ -90,13 +104,13 @@ class TensorParallelExperts(Experts):
         Determinism: see ``tensor_parallel_experts``.
         """
         check_tokens(x, expert_start)
-        check_cuttable(self, dist.get_world_size(self.group))
+        check_cuttable(self, dist.get_world_size(self.cut_over.group))
         return tensor_parallel_experts(
             x,
             routing,
             self.local_weights(),
             self.activation,
-            group=self.group,
+            group=self.cut_over.group,
             ranks=self.ranks,
             placement=self.placement,
             out_dtype=out_dtype,

@@ -11,7 +11,7 @@ from samebits.errors import UnsupportedError, must
 from samebits.nn.experts import Experts
 from samebits.parallel.ranks import Capacity, Ranks
 from samebits.parallel.style import agree, require_whole, spread_tensors
-from samebits.parallel.tensor_modules import TensorParallelExperts, check_cuttable
+from samebits.parallel.tensor_modules import CutOver, TensorParallelExperts, check_cuttable
 
 
 class ExpertTensorParallel(ParallelStyle):
@@ -62,7 +62,7 @@ class ExpertTensorParallel(ParallelStyle):
         spread_tensors(module, device_mesh, placements_of)
         module.__class__ = TensorParallelExperts
         assert isinstance(module, TensorParallelExperts)
-        module.group, module.ranks = group, ranks
+        module.cut_over, module.ranks = CutOver(group), ranks
         return module
 
     def _dimensions(self, mesh: DeviceMesh) -> tuple[int | None, int]:

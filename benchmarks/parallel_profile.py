@@ -6,7 +6,6 @@ where an exchange that another stream does shows as the wait for it.
 """
 
 import statistics
-import sys
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -16,26 +15,24 @@ import torch
 import torch.distributed as dist
 from parallel_cells import Cell, clock, find_route, sync
 
-from samebits.parallel import exchange, held, layer, route
+from samebits.parallel import exchange, exchanged, held, layer, route
 
-# Where the steps are tied together.
-PASSES = sys.modules.get("samebits.parallel.exchanged", layer)
 # (label, owner, attribute): indented ones run within the one above.
 PHASES = (
     ("checks", layer, "checked"),
-    ("depart", PASSES, "depart"),
+    ("depart", exchanged, "depart"),
     ("  sort", route, "sort"),
     ("  gather of counts", route, "_gather"),
-    ("permute", PASSES, "permute"),
+    ("permute", exchanged, "permute"),
     ("wait and counts", route.Departure, "route"),
     ("start", route.Route, "start"),
     ("  all-to-all", route, "exchange"),
     ("arrived", exchange.Coming, "wait"),
     ("experts", held.HeldExperts, "forward"),
     ("back", route.Route, "back"),
-    ("combine", PASSES, "combine"),
+    ("combine", exchanged, "combine"),
     ("out", route.Route, "go"),
-    ("take", PASSES, "take"),
+    ("take", exchanged, "take"),
     ("experts, backward", held.HeldExperts, "backward"),
 )
 CALLS = 12

@@ -66,9 +66,9 @@ class Exchanged:
         ids = self.route.ids[:, None]
         return call._replace(x=rows, topk_ids=ids, topk_probs=probs[:, None], num_valid_tokens=None)
 
-    def _probs_there(self, call: Call) -> Tensor:
-        """Return the probability of each arrival; a collective."""
-        return self.route.go(take(call.topk_probs.reshape(-1), self.route.slots, 0.0))
+    def _probs_start(self, call: Call) -> Coming:
+        """Send the probability of each row; a collective."""
+        return self.route.start(take(call.topk_probs.reshape(-1), self.route.slots, None))
 
     def forward(self, call: Call, coming: Coming, *, save: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(out, arrivals, z)`` for the rows that come; a collective.
@@ -76,10 +76,10 @@ class Exchanged:
         Determinism: see ``parallel_experts``.
         """
         route, placed = self.route, {self.options.placement: call.topk_probs}
-        rows = coming.wait()
         on_hidden = self.options.placement == ProbPlacement.FC2_INPUT
-        probs = self._probs_there(call) if on_hidden else None
-        there = self._arrived(call, rows, probs)
+        probs = self._probs_start(call) if on_hidden else None
+        rows = coming.wait()
+        there = self._arrived(call, rows, None if probs is None else probs.wait())
         y, z = self.local.forward(there, save=save)
         out = combine(
             route.back(y),
@@ -100,8 +100,10 @@ class Exchanged:
         route, on_input = self.route, self.options.placement == ProbPlacement.FC1_INPUT
         if self.options.backend != "reference":
             dout = dout.to(call.x.dtype)
-        dout = route.go(permute(dout.contiguous(), route.inverse, route.topk), fill=None)
-        there = self._arrived(call, rows, None if on_input else self._probs_there(call))
+        coming = route.start(permute(dout.contiguous(), route.inverse, route.topk))
+        probs = None if on_input else self._probs_start(call)
+        dout = coming.wait()
+        there = self._arrived(call, rows, None if probs is None else probs.wait())
         x_travels = bool(route.wishes & (X | PROBS if on_input else X))
         probs_travel = bool(route.wishes & PROBS) and not on_input
         local = {**wanted, "x": x_travels, "topk_probs": probs_travel}

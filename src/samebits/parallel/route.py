@@ -20,8 +20,7 @@ from samebits.arguments import require_type
 from samebits.errors import UnsupportedError, must
 from samebits.ops.permute import Metadata, check_slots
 from samebits.parallel.copies import sort
-from samebits.parallel.exchange import Coming, exchange, on_device, room_for
-from samebits.parallel.exchange import take as take
+from samebits.parallel.exchange import Coming, exchange, on_device, room_for, take
 from samebits.parallel.ranks import Capacity, Ranks
 from samebits.routing import require_ids
 
@@ -73,6 +72,7 @@ class Route:
     def start(self, rows: Tensor) -> Coming:
         """Send ``rows`` as ``go`` does, and find the ids of what arrives meanwhile; a collective.
 
+        What is no row of a capacity's buffer holds anything.
         With a capacity they go on the stream that computes, which a graph may capture.
 
         Determinism: exact copies.
@@ -81,14 +81,14 @@ class Route:
         _ = self.ids
         return coming
 
-    def go(self, rows: Tensor, *, fill: float | None = 0.0) -> Tensor:
+    def go(self, rows: Tensor) -> Tensor:
         """Return the arrivals ``(A, …)`` for ``rows`` ``(R, …)``; a collective.
 
-        ``fill``: what is in the places of a capacity that hold no row; None leaves it open.
+        What is no row of a capacity's buffer is 0.
 
         Determinism: exact copies.
         """
-        return self._leave(rows, fill, False).wait()
+        return self._leave(rows, 0.0, False).wait()
 
     def _leave(self, rows: Tensor, fill: float | None, asynchronous: bool) -> Coming:
         if self.rows is not None:

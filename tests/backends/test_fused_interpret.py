@@ -99,6 +99,21 @@ def test_every_gradient_around_a_norm_is_within_the_budget(
     }
 
 
+@pytest.mark.parametrize("placement", ProbPlacement)
+def test_no_token_and_no_kept_slot_give_exact_zeros_around_a_norm(placement: ProbPlacement) -> None:
+    whole = replace(CASES["biases"], H=12, F=8, E=3, K=2, norm_eps=1e-5, placement=placement)
+    problem = replace(whole, grad=True)
+    for tokens in (0, 2):
+        inputs = make_inputs(problem, tokens)
+        inputs.routing.topk_ids.fill_(-1)
+
+        for name, value in _results(problem, inputs, _wanted(inputs)).items():
+            given = {"out": inputs.x, "d_x": inputs.x, "d_topk_probs": inputs.routing.topk_probs}
+            expected = given.get(name, inputs.weights.named_tensors().get(name[2:]))
+            assert expected is not None
+            assert_bitwise_equal(value, torch.zeros_like(expected), name)
+
+
 def test_the_gradient_of_the_scale_is_added_to_its_buffer() -> None:
     problem = replace(CASES["norm"], H=24, F=20, E=3, grad=True)
     inputs = make_inputs(problem, 5)

@@ -211,9 +211,8 @@ def launch_row_norm_backward(
     Determinism: repeatable; each row independent of the others.
     """
     rows, hidden = y.shape
-    tokens = dout.shape[0]
-    given = y_probs is not None or h_probs is not None
-    dp = y.new_empty(tokens, rows // max(tokens, 1)) if given else None
+    probs = h_probs if y_probs is None else y_probs
+    dp = None if probs is None else torch.empty_like(probs, dtype=torch.float32)
     done = None
     if dp is not None and h_probs is not None:
         done = y.new_empty(rows, dtype=torch.int32)
@@ -227,7 +226,7 @@ def launch_row_norm_backward(
         None if h_probs is None else bias,
         slots, offsets, inverse,
         dy, y, dp, done, bounds,
-        rows, hidden, eps, rows // tokens,
+        rows, hidden, eps, rows // dout.shape[0],
         E=offsets.shape[0] - 1, BLOCK=block,
         num_warps=max(block // 256, 1), enable_fp_fusion=False,
     )  # fmt: skip

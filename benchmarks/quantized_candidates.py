@@ -6,6 +6,9 @@ tile, epilogue and launchers are those of the original. The ways to decode, by n
 
 ``muls``, ``paired``
     See ``e2m1_ways``.
+``rows``
+    Many rows: rows are the first operand, weights are decoded as ``muls`` does, in their own order,
+    and both operands of the asynchronous product lie in shared memory. Scales up to 2.
 ``nothing``, ``unscaled``
     No weights: what is left of the time without the decoding, and without the scales too.
 """
@@ -26,8 +29,6 @@ from samebits.ops._triton.decoding import scale_factors
 from samebits.ops._triton.operand import MatrixOperand, _descriptor, _near, stored_scales
 from samebits.ops._triton.quantized import _dealt, _scales
 from samebits.ops.indirect_gemm import kernel as used
-
-DECODINGS = ("muls", "paired", "nothing", "unscaled")
 
 _LARGEST_POWER = tl.constexpr(128)
 
@@ -155,6 +156,42 @@ def _sums(
 
 
 @triton.jit
+def _in_order(tile, scales, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return ``[BLOCK, BLOCK_K]`` weights in the order of columns."""
+    words = tile.to(tl.uint16, bitcast=True).to(tl.uint32)
+    spread = _spread(scales.to(tl.uint32), BLOCK, BLOCK_K // 32, 8)
+    both = _halves(tl.join(*e2m1_muls(words, spread)))
+    return tl.reshape(tl.permute(both, (0, 1, 3, 2)), (BLOCK, BLOCK_K))
+
+
+@triton.jit
+def _sums_of_rows(
+    a_ptrs, live, words, scale_ptrs, stride, expert, column, distance, K,
+    NEAR: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of one or two parts, ``[BLOCK_R, BLOCK]``."""
+    first = tl.zeros((BLOCK_R, BLOCK), tl.float32)
+    second = tl.zeros((BLOCK_R, BLOCK), tl.float32)
+    one, other = scale_ptrs
+    now = _scales(one, stride, 0, K, 32, NEAR, 32, BLOCK_K)
+    if PARTS == 2:
+        now_other = _scales(other, stride, 0, K, 32, NEAR, 32, BLOCK_K)
+    ks = tl.arange(0, BLOCK_K)
+    for k in range(0, K, BLOCK_K):
+        inside = live[:, None] & (k + ks < K)[None, :]
+        a = tl.load(a_ptrs + (k + ks)[None, :], mask=inside, other=0.0)
+        tile = words.load([expert, column, k // 4]).reshape(BLOCK, BLOCK_K // 4)
+        first = tl.dot(a, _in_order(tile, now, BLOCK, BLOCK_K).T, first)
+        now = _scales(one, stride, k + BLOCK_K, K, 32, NEAR, 32, BLOCK_K)
+        if PARTS == 2:
+            tile = words.load([expert, column + distance, k // 4]).reshape(BLOCK, BLOCK_K // 4)
+            second = tl.dot(a, _in_order(tile, now_other, BLOCK, BLOCK_K).T, second)
+            now_other = _scales(other, stride, k + BLOCK_K, K, 32, NEAR, 32, BLOCK_K)
+    return first, second
+
+
+@triton.jit
 def _contract(
     a_ptrs, live, words, scales_ptr, stride_se, stride_sn, stride_sk, global_ptr,  # noqa: ARG001
     expert, column, distance, N, K,
@@ -172,6 +209,16 @@ def _contract(
     one = scales_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * stride_sn
     other = scales_ptr + tl.minimum(n + distance, N - 1).to(tl.int64)[:, None] * stride_sn
     scale_ptrs = (one, other)
+    if DECODING == "rows":
+        first, second = _sums_of_rows(
+            a_ptrs, live, words, scale_ptrs, stride_sk, expert, column, distance, K,
+            NEAR, PARTS, BLOCK_R, BLOCK, BLOCK_K,
+        )  # fmt: skip
+        if PARTS == 2:
+            whole = tl.permute(tl.join(first, second), (0, 2, 1))
+            return tl.reshape(whole, (BLOCK_R, 2 * BLOCK))
+        else:
+            return first
     first, second, largest = _sums(
         a_ptrs, live, words, scale_ptrs, stride_sk, expert, column, distance, K,
         DECODING, NEAR, False, PARTS, BLOCK_R, BLOCK, BLOCK_K,

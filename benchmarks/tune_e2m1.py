@@ -4,7 +4,8 @@
 
 Beside the way that is used: those of ``quantized_candidates``, all on one list of tiles. Bits are
 compared with the dense kernel on the dequantised matrices, which is what speed-ups are counted
-against. Two ways have no weights: what they take is not the decoding's.
+against. Two ways have no weights: what they take is not the decoding's. For many rows: tiles that
+upcast, beside a pass that makes the matrix dense and the dense product.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from timing import compile_in_processes
 from tune_quantized import Inputs, config, timed
 
 from samebits.formats import MXFP4
+from samebits.ops.dequantize.kernel import launch_dequantize
 from samebits.ops.indirect_gemm import kernel as used
 from samebits.ops.indirect_gemm.tuning import heuristic
 from samebits.testing.cases import MODELS
@@ -39,6 +41,11 @@ WAYS = {"used": (5, 3), "muls": (3, 2), "paired": (7, 3)}
 WAY_CELLS = {"mixtral": (16, 1, 4), "gpt-oss-120b": (16, 4), "deepseek-v3": (16,)}
 # Without weights, in the first cell alone.
 WITHOUT = [(way, tile) for way in ("nothing", "unscaled") for tile in WAY_TILES[:2]]
+
+# Many rows: tiles that upcast beside making the matrix dense and multiplying.
+ROW_TILES = [(128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 3)]
+ROW_CELLS = ("mixtral", "gpt-oss-120b")
+ROW_TOKENS = 4096
 
 
 def jobs_of(wide):
@@ -98,6 +105,41 @@ def measure_ways(name, tokens, stored, expected, results):
             )
 
 
+def row_tile(tile):
+    return replace(config(*tile), group=8)
+
+
+def measure_rows(name, weights, expected, results):
+    """Time many rows: upcast, beside a pass that makes the matrix dense and its product."""
+    problem, kernels = MODELS[name], quantized_candidates.kernels("rows")
+    inputs = Inputs(problem, ROW_TOKENS, 1)
+    plain = heuristic(ROW_TOKENS * problem.K, problem.E, "sm_90")
+    hs = [inputs.first(0, expected, plain[0])]
+    ys = inputs.second(0, hs, expected.down, plain[1])
+    live = int(inputs.sets[0][2][-1])
+    for stage in ("first", "second"):
+
+        def run(weights, config, kernels, stage=stage):
+            if stage == "first":
+                return inputs.first(0, weights, config, kernels)
+            return inputs.second(0, hs, weights.down, config, kernels)
+
+        matrix = weights.gate_up if stage == "first" else weights.down
+        base = timed(lambda _, c=plain[stage == "second"]: run(expected, c, used), 1, 3)
+        made = timed(lambda _, m=matrix: launch_dequantize(m, torch.bfloat16), 1, 3)
+        line = f"{name} T={ROW_TOKENS} {stage}: dense {base:.3f} ms, made dense {made:.3f} ms;"
+        for tile in ROW_TILES:
+            value = run(weights, row_tile(tile), kernels)
+            same = bool(torch.equal(value[:live], (hs[0] if stage == "first" else ys)[:live]))
+            again = all(torch.equal(run(weights, row_tile(tile), kernels), value) for _ in range(5))
+            ms = timed(lambda _, t=tile: run(weights, row_tile(t), kernels), 1, 3)
+            about = {"shape": name, "T": ROW_TOKENS, "format": "mxfp4", "stage": stage}
+            about |= {"way": "rows", "tile": tile, "same_bits": same, "repeats": again, "ms": ms}
+            results.append({**about, "dense_ms": base, "pass_ms": made})
+            line += f" {tile} {ms:.3f}" + ("" if same and again else " OTHER BITS")
+        print(line, flush=True)
+
+
 def ways(results, seconds):
     """Time the ways to decode MXFP4 until ``seconds`` of the clock."""
     for name, counts in WAY_CELLS.items():
@@ -107,6 +149,8 @@ def ways(results, seconds):
         weights = random_weights(MXFP4, MODELS[name])
         expected = dense(weights)
         stored = {way: quantized_candidates.stored_for(way, weights) for way in ("used", "paired")}
+        if name in ROW_CELLS:
+            measure_rows(name, weights, expected, results)
         for count in counts:
             if time.time() < seconds:
                 measure_ways(name, count, stored, expected, results)
@@ -127,6 +171,13 @@ def compile_share(index, count):
             inputs.first(0, weights, config(*tile), kernels)
         h = torch.zeros(4, size, device="cuda", dtype=torch.bfloat16)
         inputs.second(0, [h], weights.down, config(*tile), kernels)
+    rows = [(tile, size) for tile in ROW_TILES for size in (1024, 192)]
+    for tile, size in rows[index::count]:
+        problem = replace(MODELS["mixtral"], H=size, F=size, E=2)
+        weights, inputs = random_weights(MXFP4, problem), Inputs(problem, 2, 1)
+        kernels = quantized_candidates.kernels("rows")
+        h = inputs.first(0, weights, row_tile(tile), kernels)
+        inputs.second(0, [h], weights.down, row_tile(tile), kernels)
 
 
 def main():

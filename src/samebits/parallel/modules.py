@@ -6,7 +6,6 @@ the ranks in rank order.
 """
 
 import dataclasses
-from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -34,9 +33,9 @@ class SpreadModule(nn.Module):
 
     ranks: Ranks
 
-    @abstractmethod
     def local_weights(self) -> Parameters:
         """Return the parameters of this rank's experts, as this rank computes with them."""
+        raise NotImplementedError
 
     def _options(self) -> dict[str, Any]:
         """Return what ``parallel_experts`` gets beside tokens, parameters and ranks."""

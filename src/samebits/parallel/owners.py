@@ -21,7 +21,8 @@ class ShardedOwner(Owner):
         """Return this rank's part of the ``main_grad`` buffer.
 
         Raises:
-            ValueError: There is none, or it is not spread like the parameter.
+            TypeError: It is no DTensor.
+        ValueError: There is none, or it is not spread like the parameter.
         """
         (parameter,) = self.parameters
         buffer = main_grad_of(name, parameter)
@@ -38,6 +39,10 @@ class ShardedOwner(Owner):
 
 def check_spread(name: str, tensor: Tensor, like: Tensor) -> None:
     """Raise unless ``tensor`` is a DTensor on the mesh and with the placements of ``like``.
+
+    Raises:
+        TypeError: It is no DTensor.
+        ValueError: It is spread otherwise.
 
     Determinism: no arithmetic.
     """
@@ -78,7 +83,8 @@ class _LocalPart(torch.autograd.Function):
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.like = parameter.detach()
-        return parameter.to_local().view_as(parameter.to_local())
+        local = parameter.to_local()
+        return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:

@@ -1,6 +1,7 @@
 """What each rank runs of experts that are cut: tensor parallel, beside one rank."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,37 @@ def tensor_values(cases: list[tuple[Case, Layout]]) -> list[str]:
         expected = part_of(one_rank(case, given, layout), layout, rank, size)
         wrong += [f"{case} {layout}: {n}" for n, t in mine.items() if not close(t, expected[n])]
     return wrong
+
+
+def refusals() -> list[str]:
+    """Return the errors of calls whose arguments do not fit one another, on a group of two."""
+    group = dist.group.WORLD
+    assert group is not None
+    case = Case(tokens=(3,), bounds=(0, 4), columns=128)
+    given = draw(case, torch.device("cpu"))
+    x, routing = given["x"], Routing(given["topk_ids"], given["topk_probs"])
+    part = cut(given, Layout(), 0, 2)
+    narrow = replace(part, gate_up=part.gate_up[:, :64], down=part.down[..., :64])
+
+    def attempt(weights: TensorParallelWeights, **changes: Any) -> str:
+        arguments = {"x": x, "routing": routing, "group": group} | changes
+        try:
+            tensor_parallel_experts(weights=weights, **arguments)
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return ""
+
+    return [
+        attempt(cut(given, Layout(), 0, 1)),
+        attempt(narrow),
+        attempt(replace(part, gate_up=part.gate_up[:3])),
+        attempt(replace(part, gate_up=part.gate_up[:, :96])),
+        attempt(replace(part, down_bias=torch.zeros(4, 48))),
+        attempt(replace(part, gate_up_bias=torch.zeros(4, 128, dtype=torch.float64))),
+        attempt(part, routing=replace(routing, topk_probs=routing.topk_probs.double())),
+        attempt(part, num_valid_tokens=2),
+        attempt(part, x=[1.0]),
+    ]
 
 
 def close(one: Tensor, other: Tensor) -> bool:

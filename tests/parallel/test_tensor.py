@@ -7,7 +7,7 @@ from rank_processes import Processes
 from rank_programs import Case
 from samebits import Activation, ExpertWeights, Layout, PostExpertNorm, ProbPlacement
 from samebits.parallel import TensorParallelWeights
-from tensor_programs import tensor_bits, tensor_values
+from tensor_programs import refusals, tensor_bits, tensor_values
 
 pytestmark = pytest.mark.distributed
 
@@ -67,6 +67,23 @@ def test_refusals() -> None:
     )
     with pytest.raises(NotImplementedError, match="a post-expert norm takes its mean"):
         TensorParallelWeights.shard(normed, 0, 2)
+
+
+def test_arguments_that_do_not_fit(two_ranks: Processes) -> None:
+    cut_over = "F = 128 cut over 2"
+    expected = [
+        "down must have shape (E, H / W, F) with H / W = 48 / 2, got (4, 48, 128)",
+        "down must have F that is a multiple of 64 * 2 (sums of dp end there), got 64",
+        f"gate_up must have shape (4, 128, 48), {cut_over}, got (3, 128, 48)",
+        f"gate_up must have shape (4, 128, 48), {cut_over}, got (4, 96, 48)",
+        f"down_bias must have shape (4, 24), {cut_over}, got (4, 48)",
+        "gate_up_bias must be torch.float32 on cpu, as x, got torch.float64 on cpu",
+        "topk_probs must be float32 or the dtype of x (torch.float32), got torch.float64",
+        "num_valid_tokens must be an int32 tensor, got int",
+        "x must be a Tensor, got list",
+    ]
+
+    assert two_ranks.run(refusals) == [expected] * 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -197,7 +197,7 @@ def check_tensors(
     if x.shape[1] != weights.down.shape[1]:
         rule = f"have shape (T, H) with H = down.shape[1] = {weights.down.shape[1]}"
         raise ValueError(must("x", rule, tuple(x.shape)))
-    _check_routing(routing, x)
+    check_routing(routing, x)
     for name, matrix in (("gate_up", weights.gate_up), ("down", weights.down)):
         if matrix.device != x.device:
             raise ValueError(must(name, f"be on the device of x ({x.device})", matrix.device))
@@ -211,7 +211,11 @@ def check_tensors(
         check_count(num_valid_tokens, x)
 
 
-def _check_routing(routing: Routing, x: Tensor) -> None:
+def check_routing(routing: Routing, x: Tensor) -> None:
+    """Raise unless ``routing`` is one of the tokens ``x`` ``(T, H)``.
+
+    Determinism: no arithmetic.
+    """
     ids = routing.topk_ids
     if ids.shape[0] != x.shape[0]:
         rule = f"have shape (T, K) with T = x.shape[0] = {x.shape[0]}"

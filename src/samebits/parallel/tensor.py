@@ -13,14 +13,14 @@ from torch import Tensor
 from samebits.activation import Activation
 from samebits.arguments import require_bool, require_type
 from samebits.autograd import refuse_second_derivatives
-from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
+from samebits.backends.call import DIFFERENTIABLE, Call, Gradients, check_count, check_routing
 from samebits.backends.operator import autocast_dtype, check_ids, on_device, outside_autocast
 from samebits.backends.options import Options
 from samebits.errors import must
 from samebits.parallel.layer import run_over_ranks
 from samebits.parallel.ranks import Ranks
 from samebits.parallel.tensor_passes import CutPasses, CutTensors
-from samebits.parallel.tensor_weights import TensorParallelWeights
+from samebits.parallel.tensor_weights import TensorParallelWeights, require_ends_of_sums
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 
@@ -71,6 +71,7 @@ def tensor_parallel_experts(
     ``samebits.experts``, on a CPU those of one rank here (torch's products follow shapes).
     """
     require_type("group", group, dist.ProcessGroup)
+    require_type("x", x, Tensor)
     require_type("routing", routing, Routing)
     require_type("weights", weights, TensorParallelWeights)
     require_type("activation", activation, Activation)
@@ -82,7 +83,8 @@ def tensor_parallel_experts(
         rule = f"be None, {given.x.dtype} or torch.float32"
         raise ValueError(must("out_dtype", rule, out_dtype))
     total = weights.down.shape[0] if ranks is None else ranks.num_experts
-    call = _checked(given, routing, activation, total, num_valid_tokens)
+    call = _checked(given, routing, total, num_valid_tokens)
+    _check_parts(given, activation, dist.get_world_size(group))
     passes = CutPasses(
         group, activation, ProbPlacement(placement), weights.layout, weights.part_layout, out_dtype
     )
@@ -115,28 +117,47 @@ def _cast(given: CutTensors) -> CutTensors:
 
 
 def _checked(
-    given: CutTensors,
-    routing: Routing,
-    activation: Activation,
-    total: int,
-    counted: Tensor | None,
+    given: CutTensors, routing: Routing, total: int, num_valid_tokens: Tensor | None
 ) -> Call:
     """Return the call, whose parameters are parts."""
-    x, down, ids = given.x, given.down, routing.topk_ids
-    if x.dim() != 2 or x.shape[0] != ids.shape[0]:
-        rule = f"have shape (T, H) with T = topk_ids.shape[0] = {ids.shape[0]}"
-        raise ValueError(must("x", rule, tuple(x.shape)))
-    for name, tensor in (("gate_up", given.gate_up), ("down", down)):
-        if tensor.dtype != x.dtype or tensor.device != x.device:
-            rule = f"be {x.dtype} on {x.device}, as x"
-            raise ValueError(must(name, rule, f"{tensor.dtype} on {tensor.device}"))
-    if given.gate_up.shape[1] % activation.columns or given.gate_up.shape[2] != x.shape[1]:
-        rule = f"have shape (E, {activation.columns} * F / W, {x.shape[1]})"
-        raise ValueError(must("gate_up", rule, tuple(given.gate_up.shape)))
+    x = given.x
+    if x.dim() != 2:
+        raise ValueError(must("x", "have shape (T, H)", tuple(x.shape)))
+    check_routing(routing, x)
     if routing.num_experts not in (None, total):
         raise ValueError(must("num_experts", f"be {total}", routing.num_experts))
-    biases = given.gate_up_bias, given.down_bias
-    return Call(x, ids, given.topk_probs, given.gate_up, down, *biases, None, counted)
+    if num_valid_tokens is not None:
+        check_count(num_valid_tokens, x)
+    parts = given.gate_up, given.down, given.gate_up_bias, given.down_bias
+    return Call(x, routing.topk_ids, given.topk_probs, *parts, None, num_valid_tokens)
+
+
+def _check_parts(given: CutTensors, activation: Activation, size: int) -> None:
+    """Raise unless the parameters are those of one of ``size`` ranks: kernels do not look."""
+    x, down = given.x, given.down
+    if down.dim() != 3 or down.shape[1] * size != x.shape[1]:
+        rule = f"have shape (E, H / W, F) with H / W = {x.shape[1]} / {size}"
+        raise ValueError(must("down", rule, tuple(down.shape)))
+    experts, hidden, columns = down.shape
+    require_ends_of_sums(columns, size)
+    rows = activation.columns * columns // size
+    shapes = {
+        "gate_up": (experts, rows, x.shape[1]),
+        "down": down.shape,
+        "gate_up_bias": (experts, rows),
+        "down_bias": (experts, hidden),
+    }
+    for name, shape in shapes.items():
+        tensor: Tensor | None = getattr(given, name)
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            rule = f"have shape {tuple(shape)}, F = {columns} cut over {size}"
+            raise ValueError(must(name, rule, tuple(tensor.shape)))
+        wide = name.endswith("bias") and tensor.dtype == torch.float32
+        if not (wide or tensor.dtype == x.dtype) or tensor.device != x.device:
+            rule = f"be {x.dtype} on {x.device}, as x"
+            raise ValueError(must(name, rule, f"{tensor.dtype} on {tensor.device}"))
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,13 @@ from samebits.weights import ExpertWeights, Layout, split_gate_up
 _HALVES = Layout()
 
 
+def require_ends_of_sums(columns: int, size: int) -> None:
+    """Raise unless sums of dp end where F = ``columns`` is cut over ``size`` ranks."""
+    if size > 1 and columns % (COLUMNS * size):
+        rule = f"have F that is a multiple of {COLUMNS} * {size} (sums of dp end there)"
+        raise ValueError(must("down", rule, columns))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorParallelWeights:
     """One rank's part of the parameters of all experts; made by ``shard``, or loaded so."""
@@ -44,9 +51,7 @@ class TensorParallelWeights:
         if weights.norm is not None:
             raise UnsupportedError("a post-expert norm takes its mean over all of H, here cut")
         _, hidden, columns = weights.down.shape
-        if size > 1 and columns % (COLUMNS * size):
-            rule = f"have F that is a multiple of {COLUMNS} * {size} (sums of dp end there)"
-            raise ValueError(must("down", rule, columns))
+        require_ends_of_sums(columns, size)
         if hidden % size:
             raise ValueError(must("down", f"have H that is a multiple of {size}", hidden))
 

@@ -98,6 +98,21 @@ def test_offsets_that_are_no_offsets_are_refused(
 
 
 @pytest.mark.parametrize("backend", ["grouped", "reference"])
+def test_offsets_that_are_no_offsets_are_refused_in_one_graph_too(
+    inputs: Inputs, backend: str
+) -> None:
+    compiled = torch.compile(
+        lambda offsets: grouped_experts(inputs.x, offsets, inputs.weights, backend=backend),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+
+    for values in ((2, 3), (0, -1, 3), (0, 4, 3), (0, TOKENS + 1)):
+        with pytest.raises(ValueError, match="offsets must ascend from 0"):
+            compiled(_offsets(inputs, *values))
+
+
+@pytest.mark.parametrize("backend", ["grouped", "reference"])
 def test_rows_sorted_by_their_caller_have_the_bits_of_experts(
     inputs: Inputs, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

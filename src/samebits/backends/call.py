@@ -229,6 +229,18 @@ def check_routing(routing: Routing, x: Tensor) -> None:
         raise ValueError(must("topk_ids", f"be on the device of x ({x.device})", ids.device))
 
 
+def check_bounds(offsets: Tensor, total: int) -> None:
+    """Raise unless ``offsets`` ascend within ``total`` rows, where looking costs no device sync.
+
+    Determinism: no arithmetic.
+    """
+    if offsets.device.type != "cpu":
+        return
+    bounds = offsets.tolist()
+    if bounds[0] != 0 or bounds[-1] > total or bounds != sorted(bounds):
+        raise ValueError(must("offsets", f"ascend from 0 to at most R = {total}", bounds))
+
+
 def check_count(num_valid_tokens: Tensor, x: Tensor) -> None:
     """Raise unless ``num_valid_tokens`` is a ``(1,)`` int32 tensor on the device of ``x``.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from samebits import env
 from samebits.autograd import laid_out
 from samebits.backends import choose, passes
-from samebits.backends.call import DIFFERENTIABLE, INPUTS, PARAMETERS, Call, Gradients
+from samebits.backends.call import DIFFERENTIABLE, INPUTS, PARAMETERS, Call, Gradients, check_bounds
 from samebits.backends.options import Options
 from samebits.problem import DTYPE_NAMES, Problem
 from samebits.routing import require_ids
@@ -151,6 +151,8 @@ def compute(
     Determinism: the chosen backend's.
     """
     check_ids(call, num_experts)
+    if call.offsets is not None:
+        check_bounds(call.offsets, call.x.shape[0])
 
     def forward() -> tuple[Tensor, Tensor]:
         # What cannot run the backward must not run the forward either.

@@ -78,11 +78,11 @@ _PLACES = (
 
 
 def shuffled(matrix: QuantizedMatrix) -> Tensor:
-    """Return MXFP4 values as ``paired`` reads them: ``(E, N, K / 8)`` int32 words, K a multiple of 64.
+    """Return MXFP4 values as ``e2m1_paired`` reads them, ``(E, N, K / 8)`` int32; 64 divides K.
 
     The words 2t and 2t + 1 of each 64 columns hold what thread t of four multiplies: of each 16
     columns the four from 4t on, as pairs of neighbours: ``x`` needs no exchange within a register.
-    """  # noqa: E501
+    """
     if matrix.columns % 64:
         raise ValueError(f"K must be a multiple of 64, not {matrix.columns}")
     return torch.stack([_shuffled(values) for values in matrix.values])

@@ -100,6 +100,20 @@ def inference(placement: ProbPlacement) -> list[str]:
         return compare("out", fast(x, ids, probs), module(x, ids, probs))
 
 
+def inference_beside_training() -> str:
+    """Return the error where rank 0 is compiled without gradients and rank 1 wants some."""
+    torch._dynamo.reset()
+    module = Block(ProbPlacement.FC2_OUTPUT, None, routed=False)
+    first = dist.get_rank() == 0
+    run = torch.compile(module, fullgraph=True, backend="aot_eager") if first else module
+    try:
+        with torch.set_grad_enabled(not first):
+            run(*given(5)[:3])
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
 def broken() -> list[str]:
     """Return what is wrong where the graph has to break at the exchange."""
     torch._dynamo.reset()

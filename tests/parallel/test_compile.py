@@ -1,6 +1,13 @@
 import pytest
 
-from compile_programs import broken, compiled, cut, inference, overflowing
+from compile_programs import (
+    broken,
+    compiled,
+    cut,
+    inference,
+    inference_beside_training,
+    overflowing,
+)
 from rank_processes import Processes
 from samebits import ProbPlacement
 
@@ -39,6 +46,11 @@ def test_slots_that_do_not_fit_are_counted(two_ranks: Processes) -> None:
 
 def test_one_graph_of_inference_where_counts_are_exchanged(two_ranks: Processes) -> None:
     assert nothing(two_ranks.run(inference, FC2))
+
+
+def test_inference_beside_gradients_raises_on_every_rank(two_ranks: Processes) -> None:
+    for message in two_ranks.run(inference_beside_training):
+        assert message.startswith("a rank is in inference mode, or compiled without gradients")
 
 
 def test_a_break_leaves_the_values_right(two_ranks: Processes) -> None:

@@ -36,8 +36,8 @@ def test_numbers_of_experts(two_ranks: Processes) -> None:
 
 def test_inference_mode_beside_gradients(two_ranks: Processes) -> None:
     message = (
-        "a rank is in inference mode and another wants gradients, for which all run a backward; "
-        "hint: torch.no_grad there"
+        "a rank is in inference mode, or compiled without gradients, and another wants some, for "
+        "which all run a backward; hint: torch.no_grad in eager code there"
     )
 
     assert two_ranks.run(inference_beside_training) == [[message]] * 2

@@ -31,7 +31,7 @@ def set_out(
 
     Raises:
         ValueError: The ranks disagree, or an id is out of range (exact mode).
-        UnsupportedError: A rank in inference mode beside one that wants gradients (exact mode).
+        UnsupportedError: A rank without a backward beside one that wants gradients (exact mode).
 
     Determinism: exact copies; products with probabilities elementwise.
     """

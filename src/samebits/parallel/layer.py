@@ -68,8 +68,8 @@ def parallel_experts(
     Raises:
         TypeError: See ``samebits.experts``.
         ValueError: See ``samebits.experts``; or the ranks disagree about the layer (exact mode).
-        UnsupportedError: See ``samebits.experts``; or one rank is in inference mode and another
-            wants gradients (exact mode).
+        UnsupportedError: See ``samebits.experts``; or one rank is in inference mode, or compiled
+            without gradients, and another wants some (exact mode).
 
     Determinism: output and all gradients but that of ``norm_scale`` have the bits of
     ``samebits.experts`` on one rank that has all experts and the tokens of the ranks in rank order

@@ -29,7 +29,7 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 # The least numbers that a rank tells the others: messages of other lengths would not be compared.
 _LEAST = 512
 # Bits beside the caller's wishes: that all stop, and that here no backward can follow.
-_STOP, _INFERENCE = 1 << 16, 1 << 17
+_STOP, INFERENCE = 1 << 16, 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,7 @@ class Departure:
         Raises:
             ValueError: Ranks do not agree, or one has an id that is no expert; raised on each of
                 them. Not with a capacity.
-            UnsupportedError: A rank in inference mode beside one that wants gradients; the same.
+            UnsupportedError: A rank without a backward beside one that wants gradients; the same.
 
         Determinism: exact integers.
         """
@@ -181,11 +181,11 @@ class Departure:
         if wishes & _STOP:
             other = ValueError("topk_ids of another rank are out of range; it says which")
             raise self.wrong or other
-        wished = wishes & ~_INFERENCE
-        if wished and wishes & _INFERENCE:
+        wished = wishes & ~INFERENCE
+        if wished and wishes & INFERENCE:
             raise UnsupportedError(
-                "a rank is in inference mode and another wants gradients, for which all run a "
-                "backward; hint: torch.no_grad there"
+                "a rank is in inference mode, or compiled without gradients, and another wants "
+                "some, for which all run a backward; hint: torch.no_grad in eager code there"
             )
         return wished
 
@@ -234,7 +234,7 @@ def depart(
         raise wrong
     check_slots(topk_ids, ranks.num_experts, num_valid_tokens)
     metadata = sort(topk_ids, ranks.num_experts, num_valid_tokens)
-    told_too = (0 if wrong is None else _STOP) | torch.is_inference_mode_enabled() * _INFERENCE
+    told_too = (0 if wrong is None else _STOP) | torch.is_inference_mode_enabled() * INFERENCE
     header = _header(wishes | told_too, agreement, ranks.num_experts, topk_ids.device)
     mine = torch.cat((header, metadata.offsets))
     told = mine.new_empty(ranks.size * mine.shape[0])

@@ -17,11 +17,10 @@ from samebits.autograd import laid_out
 from samebits.backends.call import DIFFERENTIABLE, INPUTS, Call
 from samebits.backends.operator import outside_autocast
 from samebits.backends.options import Options
-from samebits.errors import UnsupportedError
 from samebits.parallel.exchanged import EVERYTHING, Exchanged, set_out
 from samebits.parallel.held import HeldExperts
 from samebits.parallel.ranks import Capacity, Ranks
-from samebits.parallel.route import Route
+from samebits.parallel.route import INFERENCE, Route
 
 
 class _Way(NamedTuple):
@@ -140,12 +139,7 @@ def _inference(*arguments: Any) -> Tensor:
     options = Options.parse(text)
     ranks = _ranks_of(group, bounds, capacity, arguments[INPUTS])
     with outside_autocast(call.x.device):
-        route, coming = set_out(call, options.placement, ranks, 0, agreement)
-        if route.wishes:
-            raise UnsupportedError(
-                "another rank wants gradients of a layer that was compiled without them here; "
-                "hint: the same grad mode and requires_grad on all ranks"
-            )
+        route, coming = set_out(call, options.placement, ranks, INFERENCE, agreement)
         layer = Exchanged(route, options, HeldExperts(options))
         return layer.forward(call, coming, save=False)[0]
 

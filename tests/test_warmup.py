@@ -55,6 +55,8 @@ def test_arguments_are_checked_first() -> None:
         warmup(PROBLEM, tokens=[1, 0])
     with pytest.raises(TypeError, match="tokens must be an int"):
         warmup(PROBLEM, tokens=["1"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="tokens must be an Iterable, got int"):
+        warmup(PROBLEM, tokens=16)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="problem must be a Problem"):
         warmup("H=64", tokens=[1])  # type: ignore[arg-type]
 
@@ -131,6 +133,23 @@ def test_a_layer_that_recomputes_has_its_forward_without_z_compiled(
     warmup(Problem.parse(TRAINED), [300], recompute=True)
 
     assert [name for name, _ in compiled].count("_first_projection_kernel") == 2 * plain
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("text", "backend"),
+    [
+        (str(PROBLEM), "reference"),
+        # Rows of MXFP8 may be beyond fp16 in kernels.
+        ("H=64 F=32 E=2 K=1 dtype=fp16 format=mxfp8 row_format=mxfp8", "auto"),
+    ],
+)
+def test_what_has_no_kernels_is_refused(
+    text: str, backend: str, compiled: list[tuple[str, Any]]
+) -> None:
+    with pytest.raises(UnsupportedError, match="it has no kernels to compile"):
+        warmup(Problem.parse(text), [1], backend=backend)
+    assert compiled == []
 
 
 @pytest.mark.reference

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from samebits.arguments import require_bool, require_int, require_type
-from samebits.backends import choose
+from samebits.backends import choose, reference
 from samebits.backends.call import DIFFERENTIABLE, PARAMETERS, Call
 from samebits.env import architecture
 from samebits.errors import UnsupportedError, must
@@ -47,7 +47,8 @@ def warmup(
         TypeError: An argument has the wrong type.
         ValueError: A token count is below 1, the problem names another architecture, or a problem
             without ``grad`` is to have gradients somewhere.
-        UnsupportedError: This machine has no GPU to compile for, or no backend runs the problem.
+        UnsupportedError: This machine has no GPU to compile for, or no backend with kernels runs
+            the problem.
 
     Determinism: no result.
     """
@@ -58,6 +59,7 @@ def warmup(
     if not problem.grad and (recompute or weight_gradients is not None):
         rule = "have grad=True where weight_gradients or recompute is given"
         raise ValueError(must("problem", rule, f"Problem({problem})"))
+    require_type("tokens", tokens, Iterable)
     counts = list(tokens)
     for count in counts:
         require_int("tokens", count)
@@ -73,7 +75,7 @@ def warmup(
         rule = f"be of the current device ({here})"
         raise ValueError(must("problem", rule, problem.device))
     problem = replace(problem, device=here)
-    module = choose(backend, problem)
+    module = _with_kernels(backend, problem)
     # Imported here: refusing must not need Triton.
     from samebits.ops._triton.launch import nothing_launched
 
@@ -84,6 +86,17 @@ def warmup(
                 z = module.recomputed(problem, call)
             if problem.grad:
                 _backward(module, problem, call, z, out, weight_gradients)
+
+
+def _with_kernels(backend: str, problem: Problem) -> ModuleType:
+    """Return the backend that runs ``problem``, unless it has nothing to compile."""
+    module = choose(backend, problem)
+    if module is reference:
+        raise UnsupportedError(
+            f"the reference would run Problem({problem}), and it has no kernels to compile"
+            "\nhint: samebits explain says why no other backend can"
+        )
+    return module
 
 
 def _backward(

@@ -12,7 +12,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from module_programs import HIDDEN, NUM_EXPERTS, TOKENS, compare, gradients, layer, tokens, whole
 from samebits import ProbPlacement, Routing
-from samebits.nn import Experts, MoE
+from samebits.formats import MXFP4, quantize
+from samebits.nn import Experts, LoRAExperts, MoE, QuantizedExperts
 from samebits.parallel import Capacity, ExpertParallel, ParallelExperts
 
 OUT = ProbPlacement.FC2_OUTPUT
@@ -196,14 +197,21 @@ def empty_first() -> list[str]:
     ]
 
 
-def other_modules() -> str:
-    """Return the error where ranks were given experts of another activation or dtype."""
-    dtype = torch.bfloat16 if dist.get_rank() else torch.float32
-    module = layer(OUT, dtype)
-    style = ExpertParallel(capacity=Capacity(8, "cpu"))
+def other_modules() -> list[str]:
+    """Return the errors where ranks were given experts of another dtype, scaling or placement."""
+    rank = dist.get_rank()
+    plain, held = (layer(OUT, torch.float32).experts for _ in range(2))
+    packed = quantize(plain.weights.map(torch.Tensor.detach), MXFP4)
+    modules = (
+        layer(OUT, torch.bfloat16 if rank else torch.float32).experts,
+        LoRAExperts(held, gate_up_rank=1, down_rank=1, scaling=1.0 + rank),
+        QuantizedExperts(packed, plain.activation, placement=list(ProbPlacement)[rank]),
+    )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    try:
-        parallelize_module(module, mesh, {"experts": style})
-    except ValueError as error:
-        return str(error)
-    return ""
+    messages = []
+    for module in modules:
+        try:
+            parallelize_module(module, mesh, ExpertParallel(capacity=Capacity(8, "cpu")))
+        except ValueError as error:
+            messages.append(str(error))
+    return messages

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rank_programs import same
 from samebits import PostExpertNorm, ProbPlacement, RoutingRule
-from samebits.nn import Experts, MoE, Router
+from samebits.nn import Experts, LoRAExperts, MoE, Router
 from samebits.parallel import ExpertParallel, ParallelExperts
 from samebits.testing.numerics import judge
 
@@ -281,11 +281,15 @@ def refusals() -> list[str]:
     messages = []
     module = layer(ProbPlacement.FC2_OUTPUT, torch.float32)
     spread = {"experts": ExpertParallel()}
+    kind = type("OwnExperts", (Experts,), {})
+    own = kind(num_experts=2, hidden_size=HIDDEN, intermediate_size=COLUMNS)
+    adapted = LoRAExperts(own, gate_up_rank=1, down_rank=1, scaling=1.0)
     attempts: list[Callable[[], object]] = [
         lambda: parallelize_module(module, mesh, {"router": ExpertParallel()}),
         lambda: parallelize_module(module, mesh, spread),
         lambda: parallelize_module(module, mesh, spread),
         lambda: module.experts(torch.zeros(1, HIDDEN), None, expert_start=1),
+        lambda: parallelize_module(adapted, mesh, ExpertParallel()),
     ]
     for attempt in attempts:
         try:

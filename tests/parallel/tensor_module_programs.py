@@ -236,6 +236,7 @@ def refusals() -> list[str]:
         attempt(mesh, plain, weight_gradients=WeightGradients(delayed=True)),
         attempt(mesh, plain, backend="grouped"),
         attempt(mesh, ExpertTensorParallel(capacity=Capacity(3, "cpu"))),
+        attempt(mesh, ExpertTensorParallel(ep_dim="ep")),
         attempt(two, ExpertTensorParallel(ep_dim="dp")),
         attempt(mesh, plain, hidden_size=8 + 8 * dist.get_rank()),
         attempt(two, plain),

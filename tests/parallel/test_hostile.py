@@ -56,9 +56,11 @@ def test_modules_that_are_filled_later(two_ranks: Processes) -> None:
 
 
 def test_ranks_with_other_experts_raise_when_the_style_is_applied(two_ranks: Processes) -> None:
-    for rank, message in enumerate(two_ranks.run(other_modules)):
+    for rank, messages in enumerate(two_ranks.run(other_modules)):
         rule = "experts must be made alike on every rank"
-        assert message.startswith(f"{rule}, got others on ranks [{1 - rank}]")
+        start = f"{rule}, got others on ranks [{1 - rank}] than here ("
+        assert [message.startswith(start) for message in messages] == [True] * 3
+        assert messages[1] == f"{start}scaling={1.0 + rank})"
 
 
 def test_a_rank_that_raises_ends_the_others() -> None:

@@ -82,4 +82,5 @@ def test_refusals(two_ranks: Processes) -> None:
             f"{kinds}, not Router",
             f"{kinds}, not ParallelExperts",
             "expert_start must be 0 where ranks hold the experts, got 1",
+            f"{kinds}, not OwnExperts",
         ]

@@ -81,7 +81,7 @@ def test_refusals(two_ranks: Processes) -> None:
         neighbours = (
             "a rank's rows of gate_up are no neighbours\nhint: layout=Layout(interleave=64)"
         )
-        dimensions = "one dimension (two with a capacity), or two: one spreads, one cuts"
+        dimensions = "two dimensions, one spreads and one cuts, or one without capacity and ep_dim"
         expected = [
             "F = 64 is no multiple of 64 * 2: sums of dp end there",
             "H = 7 is no multiple of 2, and a rank holds H / 2 of down",
@@ -91,10 +91,11 @@ def test_refusals(two_ranks: Processes) -> None:
             "weight_gradients are for whole experts; products of cut ones round on their own",
             "cut experts have products of their own, not those of backend grouped",
             f"device_mesh must have {dimensions}, got 1",
+            f"device_mesh must have {dimensions}, got 1",
             "ep_dim must be one of (0, 1, 'ep', 'etp'), got 'dp'",
         ]
-        assert messages[:9] == expected
-        assert messages[9].startswith(
+        assert messages[:10] == expected
+        assert messages[10].startswith(
             f"experts must be made alike on every rank, got others on ranks [{1 - rank}] than here"
         )
-        assert messages[10] == "expert_start must be 0 where ranks hold the experts, got 1"
+        assert messages[11] == "expert_start must be 0 where ranks hold the experts, got 1"

@@ -161,6 +161,10 @@ class LoRAExperts(nn.Module):
             num_valid_tokens=num_valid_tokens,
         )
 
+    def extra_repr(self) -> str:
+        """Return what sizes of parameters do not say."""
+        return f"scaling={self._scaling}"
+
     @torch.no_grad()
     def merge(self) -> Experts:
         """Copy the merged parameters into the base, in place, set ``b`` to 0, and return the base.

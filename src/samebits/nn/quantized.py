@@ -136,12 +136,19 @@ class QuantizedExperts(nn.Module):
         return f"{self.format} {self.dtype} {self.layout}"
 
     def extra_repr(self) -> str:
-        """Return sizes, format and activation."""
+        """Return sizes, format and activation, and every other option that is not neutral."""
+        options = {
+            "placement": (self.placement.value, ProbPlacement.FC2_OUTPUT.value),
+            "norm": (self.norm, None),
+            "backend": (self.backend, "auto"),
+            "row_format": (self.row_format, None),
+        }
         return (
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, format={self.format}, "
             f"dtype={self.dtype}, activation={self.activation.key}, layout={self.layout}"
-            + ("" if self.row_format is None else f", row_format={self.row_format}")
+        ) + "".join(
+            f", {name}={value}" for name, (value, neutral) in options.items() if value != neutral
         )
 
 

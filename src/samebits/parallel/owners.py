@@ -22,7 +22,7 @@ class ShardedOwner(Owner):
 
         Raises:
             TypeError: It is no DTensor.
-        ValueError: There is none, or it is not spread like the parameter.
+            ValueError: There is none, or it is not spread like the parameter.
         """
         (parameter,) = self.parameters
         buffer = main_grad_of(name, parameter)

@@ -43,6 +43,32 @@ def require_rank(rank: int, size: int) -> None:
         raise ValueError(must("rank", f"be below size = {size}", rank))
 
 
+def require_alike(
+    argument: str, mine: str, shown: str, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raise on every rank of ``group`` unless all give the same; a collective that waits.
+
+    Args:
+        argument: What it is that the ranks were given, for the message.
+        mine: Everything that has to be alike, as text.
+        shown: What the message says of it.
+        group: The ranks.
+        device: Where the group communicates.
+
+    Raises:
+        ValueError: Another rank gives another text.
+
+    Determinism: exact, but for texts of one CRC-32.
+    """
+    told = torch.tensor([zlib.crc32(mine.encode())], device=device)
+    every = [told.clone() for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, told, group=group)
+    different = [rank for rank, other in enumerate(every) if int(other) != int(told)]
+    if different:
+        actual = f"others on ranks {different} than here ({shown})"
+        raise ValueError(must(argument, "be made alike on every rank", actual))
+
+
 class Capacity:
     """Fix how many rows each rank sends to each rank, so that nothing waits for a count.
 
@@ -149,13 +175,7 @@ class Ranks:
             ValueError: Another rank has other bounds, or another capacity.
         """
         mine = f"Ranks(bounds={self.bounds}, capacity={self.capacity})"
-        told = torch.tensor([zlib.crc32(mine.encode())], device=device)
-        every = [told.clone() for _ in range(self.size)]
-        dist.all_gather(every, told, group=self.group)
-        different = [rank for rank, other in enumerate(every) if int(other) != int(told)]
-        if different:
-            actual = f"others on ranks {different} than here ({mine})"
-            raise ValueError(must("ranks", "be made alike on every rank", actual))
+        require_alike("ranks", mine, mine, self.group, device)
 
     def check(self) -> None:
         """Raise on every rank if slots of any rank did not fit; waits for the device.

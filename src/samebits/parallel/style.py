@@ -1,6 +1,5 @@
 """Experts modules spread over a mesh axis: ``parallelize_module(model, mesh["ep"], plan)``."""
 
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from samebits.parallel.modules import (
     ParallelQuantizedExperts,
     SpreadModule,
 )
-from samebits.parallel.ranks import Capacity, Ranks
+from samebits.parallel.ranks import Capacity, Ranks, require_alike
 
 # How a module that is spread over ranks is called.
 _SPREAD: dict[type[nn.Module], type[SpreadModule]] = {
@@ -48,10 +47,9 @@ class ExpertParallel(ParallelStyle):
         self.capacity = capacity
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(module) not in _SPREAD:
-            kinds = ", ".join(kind.__name__ for kind in _SPREAD)
-            actual = type(module).__name__
-            raise UnsupportedError(f"ExpertParallel spreads {kinds} of samebits.nn, not {actual}")
+        _require_kind(module)
+        if isinstance(module, LoRAExperts):
+            _require_kind(module.base)
         if device_mesh.ndim != 1:
             rule = "have one dimension, the one over which experts are spread"
             raise ValueError(must("device_mesh", rule, device_mesh.ndim))
@@ -65,6 +63,13 @@ class ExpertParallel(ParallelStyle):
         return module
 
 
+def _require_kind(module: nn.Module) -> None:
+    if type(module) not in _SPREAD:
+        kinds = ", ".join(kind.__name__ for kind in _SPREAD)
+        actual = type(module).__name__
+        raise UnsupportedError(f"ExpertParallel spreads {kinds} of samebits.nn, not {actual}")
+
+
 def agree(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise on every rank of ``group`` if their modules differ; a collective, waits for the device.
 
@@ -72,18 +77,15 @@ def agree(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> 
         ValueError: Another rank has other sizes, dtypes or options.
     """
     held = [(n, *t.shape, t.dtype) for n, t in module.named_parameters()]
-    mine = f"{module!r} {held}"
-    told = torch.tensor([zlib.crc32(mine.encode())], device=device)
-    every = [told.clone() for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, told, group=group)
-    different = [rank for rank, other in enumerate(every) if int(other) != int(told)]
-    if different:
-        actual = f"others on ranks {different} than here ({module.extra_repr()})"
-        raise ValueError(must("experts", "be made alike on every rank", actual))
+    require_alike("experts", f"{module!r} {held}", module.extra_repr(), group, device)
 
 
 def require_whole(module: nn.Module) -> None:
-    """Raise if a parameter or buffer of ``module`` is spread already."""
+    """Raise if a parameter or buffer of ``module`` is spread already.
+
+    Raises:
+        UnsupportedError: One is a DTensor.
+    """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if isinstance(tensor, DTensor):
             raise UnsupportedError(f"{name} is a DTensor already: spread experts first")

@@ -59,12 +59,13 @@ def tensor_parallel_experts(
         recompute: See ``samebits.experts``.
 
     Returns:
-        ``(T, H)`` in the dtype of ``x``; differentiable in ``x``, the probabilities (the same
+        ``(T, H)`` in ``out_dtype``; differentiable in ``x``, the probabilities (the same
         gradient on every rank) and the parameters (of this rank's part).
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: Shapes, dtypes or ids disagree.
+        ValueError: Shapes, dtypes or ids disagree, or the weights are no part of a whole that is
+            cut over ``group``. With ``ranks``, see ``parallel_experts``.
         UnsupportedError: The device has no kernels for this.
 
     Determinism: the bits do not depend on the number of ranks; on a GPU they are those of

@@ -21,7 +21,8 @@ class ExpertTensorParallel(ParallelStyle):
     along the axis that cuts have the same tokens.
 
     Args:
-        ep_dim: Name or number of the dimension over which experts are spread, of a mesh with two.
+        ep_dim: Name or number of the dimension over which experts are spread, of a mesh with two;
+            0 on a mesh with one, which cuts.
         capacity: For that dimension; see ``ExpertParallel``.
     """
 
@@ -67,10 +68,12 @@ class ExpertTensorParallel(ParallelStyle):
 
     def _dimensions(self, mesh: DeviceMesh) -> tuple[int | None, int]:
         """Return the dimensions that spread and that cut."""
-        if mesh.ndim == 1 and self.capacity is None:
+        if mesh.ndim == 1 and self.capacity is None and self.ep_dim == 0:
             return None, 0
         if mesh.ndim != 2:
-            rule = "have one dimension (two with a capacity), or two: one spreads, one cuts"
+            rule = (
+                "have two dimensions, one spreads and one cuts, or one without capacity and ep_dim"
+            )
             raise ValueError(must("device_mesh", rule, mesh.ndim))
         names = mesh.mesh_dim_names or ()
         known = (*range(2), *names)

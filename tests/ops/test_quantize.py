@@ -18,6 +18,7 @@ from samebits.ops.quantize import (
     unswizzle_scales,
 )
 from samebits.ops.quantize.reference import quantize_rows
+from samebits.ops.quantize.scales import held_offsets
 from samebits.problem import Problem
 from samebits.routing import Permutation
 from samebits.testing.inputs import make_inputs
@@ -178,6 +179,47 @@ def test_bad_rows_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_rows_of_a_wrong_type_are_refused_by_their_name() -> None:
+    x, inverse, z = torch.randn(5, 64), torch.arange(10), torch.randn(4, 64)
+
+    def permuted(**wrong) -> object:
+        given = {"x": x, "inverse": inverse, "topk": 2, "probs": None} | wrong
+        return permute_and_quantize(**given, row_format=MXFP8)
+
+    def activated(**wrong) -> object:
+        given = {"z": z, "row_probs": None} | wrong
+        return activation_and_quantize(
+            **given, activation=Activation(), layout=Layout(), row_format=MXFP8
+        )
+
+    for call, name, wrong in (
+        (permuted, "x", x.int()),
+        (permuted, "inverse", inverse.float()),
+        (permuted, "inverse", [0]),
+        (permuted, "topk", 2.0),
+        (permuted, "probs", [1.0]),
+        (permuted, "probs", torch.ones(5, 2, dtype=torch.int64)),
+        (activated, "z", z.int()),
+        (activated, "row_probs", [1.0]),
+    ):
+        with pytest.raises(TypeError, match=f"^{name} must be"):
+            call(**{name: wrong})
+    with pytest.raises(ValueError, match=r"^probs must have shape .* on cpu, got \(5, 2\) on meta"):
+        permuted(probs=torch.ones(5, 2, device="meta"))
+
+
+def test_offsets_that_cannot_be_looked_at_are_held_within_the_rows() -> None:
+    for given, held in (
+        ([0, 3, 3, 8], [0, 3, 3, 8]),
+        ([0, 5, 3, 9], [0, 5, 5, 8]),
+        ([-4, 2**40, -1, 6], [0, 8, 8, 8]),
+        ([5, 6, 7, 8], [0, 1, 2, 3]),
+    ):
+        offsets = torch.tensor(given)
+        assert held_offsets(offsets, 8).tolist() == held
+        assert held_offsets(offsets, 8).dtype == offsets.dtype
 
 
 def test_bad_offsets_and_tiles_are_refused() -> None:

@@ -98,6 +98,17 @@ def padded_starts(offsets: Tensor) -> Tensor:
     return tiles.cumsum(0) - tiles
 
 
+def held_offsets(offsets: Tensor, rows: int) -> Tensor:
+    """Return offsets made to ascend from 0 to at most ``rows``; right ones stay as they are.
+
+    Nothing can look at those of a device before a kernel does: wrong ones cost wrong results, and
+    no memory of others.
+
+    Determinism: exact integers.
+    """
+    return (offsets.clamp(0, rows) - offsets[:1].clamp(0, rows)).cummax(0).values
+
+
 def _places(rows: int, offsets: Tensor | None, device: torch.device) -> Tensor:
     """Return the row of the padded scales for each row that belongs to an expert."""
     if offsets is None:

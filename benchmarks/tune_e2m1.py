@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import quantized_candidates
@@ -66,16 +67,11 @@ def measure_ways(name, tokens, stored, expected, results):
     ys = inputs.second(0, hs, expected.down, plain[1])
     live = int(inputs.sets[0][2][-1])
     for stage, dense_tile in zip(("first", "second"), plain, strict=True):
-
-        def run(which, weights, config, kernels, stage=stage):
-            if stage == "first":
-                return inputs.first(which, weights, config, kernels)
-            return inputs.second(which, hs, weights.down, config, kernels)
-
+        run = partial(inputs.run, stage, hs)
         matrix = getattr(stored["used"], "gate_up" if stage == "first" else "down")
         numbers = inputs.touched * matrix.shape[1] * matrix.shape[2]
         repeats = min(max(1, int(4e9 / numbers)), 10)
-        base = timed(lambda w, c=dense_tile: run(w, expected, c, used), 4, repeats)
+        base = timed(lambda w, f=run, c=dense_tile: f(w, expected, c), 4, repeats)
         jobs = jobs_of(matrix.shape[2] % 512 == 0)
         if (name, tokens) == ("mixtral", 16):
             jobs += WITHOUT
@@ -84,10 +80,11 @@ def measure_ways(name, tokens, stored, expected, results):
         for way, tile in jobs:
             kernels = used if way == "used" else quantized_candidates.kernels(way)
             weights, candidate = stored.get(way, stored["used"]), config(*tile)
-            value = run(0, weights, candidate, kernels)
+            job = weights, candidate, kernels
+            value = run(0, *job)
             same = bool(torch.equal(value[:live], (hs[0] if stage == "first" else ys)[:live]))
-            again = all(torch.equal(run(0, weights, candidate, kernels), value) for _ in range(10))
-            ms = timed(lambda w, x=weights, c=candidate, k=kernels: run(w, x, c, k), 4, repeats)
+            again = all(torch.equal(run(0, *job), value) for _ in range(10))
+            ms = timed(lambda w, f=run, j=job: f(w, *j), 4, repeats)
             about = {"shape": name, "T": tokens, "format": "mxfp4", "stage": stage, "tile": tile}
             about |= {"way": way, "same_bits": same, "repeats": again}
             rows.append({**about, "ms": ms, "dense_ms": base, "weights_per_us": numbers / ms / 1e3})
@@ -118,21 +115,17 @@ def measure_rows(name, weights, expected, results):
     ys = inputs.second(0, hs, expected.down, plain[1])
     live = int(inputs.sets[0][2][-1])
     for stage in ("first", "second"):
-
-        def run(weights, config, kernels, stage=stage):
-            if stage == "first":
-                return inputs.first(0, weights, config, kernels)
-            return inputs.second(0, hs, weights.down, config, kernels)
-
+        run = partial(inputs.run, stage, hs, 0)
         matrix = weights.gate_up if stage == "first" else weights.down
-        base = timed(lambda _, c=plain[stage == "second"]: run(expected, c, used), 1, 3)
+        base = timed(lambda _, f=run, c=plain[stage == "second"]: f(expected, c), 1, 3)
         made = timed(lambda _, m=matrix: launch_dequantize(m, torch.bfloat16), 1, 3)
         line = f"{name} T={ROW_TOKENS} {stage}: dense {base:.3f} ms, made dense {made:.3f} ms;"
         for tile in ROW_TILES:
-            value = run(weights, row_tile(tile), kernels)
+            job = weights, row_tile(tile), kernels
+            value = run(*job)
             same = bool(torch.equal(value[:live], (hs[0] if stage == "first" else ys)[:live]))
-            again = all(torch.equal(run(weights, row_tile(tile), kernels), value) for _ in range(5))
-            ms = timed(lambda _, t=tile: run(weights, row_tile(t), kernels), 1, 3)
+            again = all(torch.equal(run(*job), value) for _ in range(5))
+            ms = timed(lambda _, f=run, j=job: f(*j), 1, 3)
             about = {"shape": name, "T": ROW_TOKENS, "format": "mxfp4", "stage": stage}
             about |= {"way": "rows", "tile": tile, "same_bits": same, "repeats": again, "ms": ms}
             results.append({**about, "dense_ms": base, "pass_ms": made})

@@ -8,15 +8,15 @@ also what speed-ups are counted against. A candidate enters the table only from 
 
 import argparse
 import json
-import statistics
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import triton
 from quantized_inputs import dense, random_matrix, random_weights
-from timing import compile_in_processes
+from timing import captured, compile_in_processes, replayed
 
 from samebits.activation import Activation
 from samebits.formats import FP8, MXFP4, MXFP8, NVFP4
@@ -93,26 +93,17 @@ class Inputs:
         table = self.tiles(which, config.block_r)
         return kernels.launch_second_projection(h[which], slots, table, matrix, None, None, config)
 
+    def run(self, stage, hs, which, weights, config, kernels=used):
+        """Compute one of the projections; the second of the rows ``hs``, one for each set."""
+        if stage == "first":
+            return self.first(which, weights, config, kernels)
+        return self.second(which, hs, weights.down, config, kernels)
+
 
 def timed(function, sets, repeats):
-    for which in range(sets):
-        function(which)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for which in range(sets):
-                function(which)
-    graph.replay()
-    times = []
-    for _ in range(5):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / (repeats * sets))
-    return statistics.median(times)
+    """Return ms of a call, the median of replays."""
+    (ms,) = replayed([captured(function, sets, repeats)], sets * repeats)
+    return ms
 
 
 def measure(name, tokens, weights, expected, results):
@@ -127,14 +118,9 @@ def measure(name, tokens, weights, expected, results):
         matrix = getattr(weights, "gate_up" if stage == "first" else "down")
         numbers = inputs.touched * matrix.shape[1] * matrix.shape[2]
         repeats = min(max(1, int(8e9 / numbers)), 20)
-
-        def run(which, weights, config, stage=stage):
-            if stage == "first":
-                return inputs.first(which, weights, config)
-            return inputs.second(which, hs, weights.down, config)
-
+        run = partial(inputs.run, stage, hs)
         tile_of_dense = plain[stage == "second"]
-        base = timed(lambda w, c=tile_of_dense: run(w, expected, c), 4, repeats)
+        base = timed(lambda w, f=run, c=tile_of_dense: f(w, expected, c), 4, repeats)
         rows = []
         for tile in FEW.get(held.name, TILES):
             candidate = config(*tile)
@@ -144,7 +130,7 @@ def measure(name, tokens, weights, expected, results):
             value = run(0, weights, candidate)
             same = bool(torch.equal(value[:live], (hs[0] if stage == "first" else ys)[:live]))
             again = all(torch.equal(run(0, weights, candidate), value) for _ in range(20))
-            ms = timed(lambda w, c=candidate: run(w, weights, c), 4, repeats)
+            ms = timed(lambda w, f=run, c=candidate: f(w, weights, c), 4, repeats)
             rows.append(
                 {
                     "shape": name, "T": tokens, "format": held.key, "stage": stage, "tile": tile,

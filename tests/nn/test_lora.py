@@ -66,6 +66,33 @@ def test_merged_has_the_bits_of_unmerged(
     assert_bitwise_equal(adapted(x, routing).detach(), unmerged.detach())
 
 
+def test_the_base_decides_whether_z_is_computed_again() -> None:
+    x, routing = _inputs()
+    kept, grads = [], []
+    for recompute in (False, True):
+        torch.manual_seed(5)
+        adapted = _adapted(_base(recompute=recompute))
+        with torch.no_grad():
+            adapted.base.gate_up.fill_(0.1)
+            adapted.base.down.fill_(0.2)
+        saved: list[int] = []
+
+        def keep(tensor: Tensor, saved: list[int] = saved) -> Tensor:
+            saved.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = adapted(x, routing)
+        out.sum().backward()
+        kept.append(sum(saved))
+        grads.append([p.grad for p in adapted.parameters() if p.requires_grad])
+
+    # z has 2F numbers for each slot.
+    assert kept[0] - kept[1] == 14 * 2 * COLUMNS
+    for one, other in zip(*grads, strict=True):
+        assert_bitwise_equal(one, other)
+
+
 def test_a_fresh_adapter_changes_no_bit() -> None:
     base = _base(torch.bfloat16)
     x, routing = _inputs(torch.bfloat16)

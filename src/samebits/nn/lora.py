@@ -33,8 +33,8 @@ class LoRAExperts(nn.Module):
 
     Parameters: ``gate_up_a`` ``(E, r, H)``, ``gate_up_b`` ``(E, 2F, r)`` with rows in the order of
     the base's layout, ``down_a`` ``(E, r, F)``, ``down_b`` ``(E, H, r)``; E is 1 where ``shared``.
-    A fresh adapter has ``b = 0`` and changes no weight, but a -0, which becomes +0. Biases and the
-    norm are the base's.
+    A fresh adapter has ``b = 0`` and changes no weight, but a -0, which becomes +0. Biases, the
+    norm and the options of a call (``recompute`` too) are the base's.
 
     Args:
         base: The experts, quantised ones too; their parameters are frozen.
@@ -159,7 +159,12 @@ class LoRAExperts(nn.Module):
             expert_start=expert_start,
             out_dtype=out_dtype,
             num_valid_tokens=num_valid_tokens,
+            recompute=self._recompute,
         )
+
+    @property
+    def _recompute(self) -> bool:
+        return isinstance(self.base, Experts) and self.base.recompute
 
     def extra_repr(self) -> str:
         """Return what sizes of parameters do not say."""

@@ -234,6 +234,7 @@ class ParallelLoRAExperts(SpreadModule, LoRAExperts):
             "activation": base.activation,
             "placement": base.placement,
             "backend": base.backend,
+            "recompute": self._recompute,
         }
 
     def _store(self, weights: ExpertWeights) -> None:

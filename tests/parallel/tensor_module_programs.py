@@ -241,3 +241,15 @@ def refusals() -> list[str]:
         attempt(mesh, plain, hidden_size=8 + 8 * dist.get_rank()),
         attempt(two, plain),
     ]
+
+
+def one_differs() -> str:
+    """Return the error of a mesh of two dimensions, one rank of which has other experts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp"))
+    hidden = 16 if dist.get_rank() == 3 else 8
+    module = Experts(num_experts=2, hidden_size=hidden, intermediate_size=128, layout=BLOCKS)
+    try:
+        parallelize_module(module, mesh, ExpertTensorParallel())
+    except ValueError as error:
+        return str(error)
+    return ""

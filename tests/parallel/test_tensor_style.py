@@ -12,6 +12,7 @@ from tensor_module_programs import (
     cut_bits,
     cut_values,
     load,
+    one_differs,
     refusals,
     save,
     with_fsdp,
@@ -74,6 +75,14 @@ def test_weights_of_another_layout_are_converted(two_ranks: Processes) -> None:
 
 def test_a_deep_copy_is_cut_too(two_ranks: Processes) -> None:
     assert nothing(two_ranks.run(copied))
+
+
+def test_one_rank_with_other_experts_ends_all_of_them(four_ranks: Processes) -> None:
+    # Rank 3, which shares an axis with 1 and with 2; 0 has to hear of it from one of them.
+    for rank, message in enumerate(four_ranks.run(one_differs)):
+        rule = "experts must be made alike on every rank"
+        assert message.startswith(f"{rule}, got others on ranks [{1 - rank % 2}] than here")
+        assert ("unlike others along ep_dim" in message) == (rank in (1, 3))
 
 
 def test_refusals(two_ranks: Processes) -> None:

@@ -70,14 +70,23 @@ def _require_kind(module: nn.Module) -> None:
         raise UnsupportedError(f"ExpertParallel spreads {kinds} of samebits.nn, not {actual}")
 
 
-def agree(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+def agree(
+    module: nn.Module, group: dist.ProcessGroup, device: torch.device, *, besides: str = ""
+) -> None:
     """Raise on every rank of ``group`` if their modules differ; a collective, waits for the device.
+
+    Args:
+        module: The experts, not spread yet.
+        group: The ranks.
+        device: Where the group communicates.
+        besides: What else has to be alike.
 
     Raises:
         ValueError: Another rank has other sizes, dtypes or options.
     """
     held = [(n, *t.shape, t.dtype) for n, t in module.named_parameters()]
-    require_alike("experts", f"{module!r} {held}", module.extra_repr(), group, device)
+    shown = ", ".join(text for text in (module.extra_repr(), besides) if text)
+    require_alike("experts", f"{module!r} {held} {besides}", shown, group, device)
 
 
 def require_whole(module: nn.Module) -> None:

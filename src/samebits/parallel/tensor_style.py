@@ -42,16 +42,22 @@ class ExpertTensorParallel(ParallelStyle):
             )
         ep, cut = self._dimensions(device_mesh)
         group = device_mesh.get_group(cut)
-        check_cuttable(module, device_mesh.size(cut))
         require_whole(module)
         device = torch.device(device_mesh.device_type)
-        ranks = None
+        ranks = differ = None
         if ep is not None:
             spread_over = device_mesh.get_group(ep)
             ranks = Ranks.of(spread_over, module.num_experts, capacity=self.capacity)
-            ranks.agree(device)
-            agree(module, spread_over, device)
-        agree(module, group, device)
+            try:
+                ranks.agree(device)
+                agree(module, spread_over, device)
+            except ValueError as error:
+                # Raised at once, it would let those wait that only the other axis shares with it.
+                differ = error
+        agree(module, group, device, besides="" if differ is None else "unlike others along ep_dim")
+        if differ is not None:
+            raise differ
+        check_cuttable(module, device_mesh.size(cut))
         # Rows of gate_up, and of down, are cut; so is what a bias adds to them.
         matrix = 1 if module.orientation == "out_in" else 2
 

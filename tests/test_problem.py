@@ -145,7 +145,7 @@ def test_explain_gives_a_phrase_or_none_for_every_backend(name: str) -> None:
 
 
 def test_a_named_backend_is_strict_and_says_why() -> None:
-    problem = replace(CASES["norm"], grad=True, device="sm_90")
+    problem = replace(CASES["norm"], dtype="fp64", device="sm_90")
 
     with pytest.raises(
         UnsupportedError, match=r"backend 'grouped' cannot run Problem\(H=48 .*because it"

@@ -103,7 +103,7 @@ def capacities() -> list[str]:
 
 
 def refused_calls() -> list[str]:
-    """Return the errors of what ``dispatch`` and ``combine`` cannot do, on any rank."""
+    """Return the errors of what ``dispatch``, ``combine`` and ``experts_by_rank`` cannot do."""
     group = dist.group.WORLD
     assert group is not None
     ranks = ranks_of(CASE, group, torch.device("cpu"))
@@ -114,4 +114,5 @@ def refused_calls() -> list[str]:
         lambda: dispatch(mine["x"], Routing(ids, probs, 7), ranks),
         lambda: combine(sent.rows, sent, out_dtype=torch.int8),
         lambda: dispatch(mine["x"], Routing(ids, probs), ranks, num_valid_tokens=1),
+        lambda: experts_by_rank([1.0], Routing(ids, probs), weights_of(mine), ranks=ranks),
     )

@@ -64,6 +64,7 @@ def test_what_dispatch_and_combine_refuse(two_ranks: Processes) -> None:
                 "num_experts must be N = 4, as ranks say, got 7",
                 "out_dtype must be None or a float dtype, got torch.int8",
                 "num_valid_tokens must be a Tensor, got int",
+                "x must be a Tensor, got list",
             ]
         ]
         * 2

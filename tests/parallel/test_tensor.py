@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -67,6 +68,10 @@ def test_refusals() -> None:
     )
     with pytest.raises(NotImplementedError, match="a post-expert norm takes its mean"):
         TensorParallelWeights.shard(normed, 0, 2)
+    part = TensorParallelWeights.shard(weights(128, 8), 0, 2)
+    for name, wrong in (("down", 3), ("down_bias", [0.0]), ("part_layout", "halves")):
+        with pytest.raises(TypeError, match=f"{name} must be a"):
+            replace(part, **{name: wrong})
 
 
 def test_arguments_that_do_not_fit(two_ranks: Processes) -> None:

@@ -60,6 +60,7 @@ def experts_by_rank(
 
     Determinism: repeatable; bits depend on which experts share a rank.
     """
+    require_type("x", x, Tensor)
     require_type("routing", routing, Routing)
     require_type("ranks", ranks, Ranks)
     check_weights(weights)

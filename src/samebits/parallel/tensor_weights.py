@@ -23,7 +23,11 @@ def require_ends_of_sums(columns: int, size: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorParallelWeights:
-    """One rank's part of the parameters of all experts; made by ``shard``, or loaded so."""
+    """One rank's part of the parameters of all experts; made by ``shard``, or loaded so.
+
+    Raises:
+        TypeError: A parameter is no tensor, or a layout no ``Layout``.
+    """
 
     # (E, 2F / W or F / W, H), rows in the order of part_layout: by default gate, then up.
     gate_up: Tensor
@@ -37,6 +41,16 @@ class TensorParallelWeights:
     layout: Layout = _HALVES
     # Order of this rank's rows of gate and up.
     part_layout: Layout = _HALVES
+
+    def __post_init__(self) -> None:
+        require_type("gate_up", self.gate_up, Tensor)
+        require_type("down", self.down, Tensor)
+        for name in ("gate_up_bias", "down_bias"):
+            bias = getattr(self, name)
+            if bias is not None:
+                require_type(name, bias, Tensor)
+        require_type("layout", self.layout, Layout)
+        require_type("part_layout", self.part_layout, Layout)
 
     @staticmethod
     def shard(weights: ExpertWeights, rank: int, size: int) -> "TensorParallelWeights":

@@ -11,7 +11,7 @@ def why_not(problem: Problem) -> str | None:
     if problem.row_format is None:
         return None
     if problem.grad:
-        return "activations in 8 bits have no gradient"
+        return "activations in 8 bits have no gradient (torch.no_grad() asks for none)"
     if problem.dtype == "fp64":
         return "activations in 8 bits are those of bf16, fp16 and fp32"
     return None

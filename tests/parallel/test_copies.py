@@ -70,3 +70,14 @@ def test_the_third_call_is_launches_alone(kernels: dict[str, _Kernel], tokens: i
     assert len(passes.passes()) == 6
     sorts = [2, 0, 0] if tokens == 6 else [0, 2, 2]
     assert [made.played for made in kernels.values()] == [*sorts, 2, 2]
+
+
+def test_tokens_whose_columns_are_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_launched", lambda _: True)
+    tokens = torch.randn(8, 6).T
+    inverse = copies.sort(torch.tensor([[1, 0]] * 6), 2, None).inverse
+
+    rows = copies.permute(tokens, inverse, 2)
+
+    assert torch.equal(rows, copies.permute(tokens.contiguous(), inverse, 2))
+    assert torch.equal(rows, torch.cat([tokens, tokens]))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from samebits.backends import passes
 from samebits.ops.permute import Metadata
+from samebits.ops.permute.contract import neighbours
 from samebits.ops.permute.tuning import unpack
 
 # Of the tiles of a sort, which nobody uses here.
@@ -41,12 +42,15 @@ def sort(topk_ids: Tensor, num_experts: int, count: Tensor | None) -> Metadata:
 def permute(x: Tensor, inverse: Tensor, topk: int, probs: Tensor | None = None) -> Tensor:
     """Return the rows ``(R, H)`` of tokens ``x`` ``(T, H)``, times their probabilities if given.
 
+    Strides of ``x`` are the caller's; ``combine`` takes rows whose columns are neighbours.
+
     Determinism: elementwise.
     """
     if not _launched(x):
         return torch.ops.samebits.permute_forward(x, inverse, probs, None, topk)  # type: ignore[no-any-return]
     from samebits.ops.permute.kernel import launch_permute
 
+    x = neighbours(x)
     rows: Tensor
     (rows,) = passes.repeated(
         ("permute", topk),

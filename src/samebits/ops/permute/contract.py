@@ -33,8 +33,11 @@ torch.library.define(
 )
 
 
-def _neighbours(rows: Tensor) -> Tensor:
-    # One copy at most, and only where elements of a row are not neighbours.
+def neighbours(rows: Tensor) -> Tensor:
+    """Return ``rows`` with the elements of a row side by side, as kernels read them; copied if not.
+
+    Determinism: exact copies.
+    """
     return rows if rows.shape[-1] == 1 or rows.stride(-1) == 1 else rows.contiguous()
 
 
@@ -90,7 +93,7 @@ def _permute_cuda(x: Tensor, inverse: Tensor, probs: Tensor | None, *arguments: 
     from samebits.ops.permute import kernel
 
     offsets, topk = arguments
-    return kernel.launch_permute(_neighbours(x), inverse, topk, probs, offsets=offsets)
+    return kernel.launch_permute(neighbours(x), inverse, topk, probs, offsets=offsets)
 
 
 @torch.library.register_fake("samebits::permute_forward")  # type: ignore[untyped-decorator]
@@ -111,8 +114,8 @@ def _permute_backward_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
     from samebits.ops.permute import kernel
 
     drows, inverse, probs, x, topk = arguments
-    x = None if x is None else _neighbours(x)
-    return _pack(kernel.launch_permute_backward(_neighbours(drows), inverse, topk, probs, x))
+    x = None if x is None else neighbours(x)
+    return _pack(kernel.launch_permute_backward(neighbours(drows), inverse, topk, probs, x))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -140,7 +143,7 @@ def _combine_cuda(*arguments: Any) -> Tensor:
     from samebits.ops.permute import kernel
 
     rows, inverse, probs, topk, out_dtype = arguments
-    return kernel.launch_combine(_neighbours(rows), inverse, topk, probs, out_dtype)
+    return kernel.launch_combine(neighbours(rows), inverse, topk, probs, out_dtype)
 
 
 @torch.library.register_fake("samebits::combine_forward")  # type: ignore[untyped-decorator]
@@ -163,10 +166,10 @@ def _combine_backward_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
     from samebits.ops.permute import kernel
 
     dout, inverse, probs, rows, offsets, topk, dtype = arguments
-    rows = None if rows is None else _neighbours(rows)
+    rows = None if rows is None else neighbours(rows)
     return _pack(
         kernel.launch_combine_backward(
-            _neighbours(dout), inverse, topk, probs, rows, dtype, offsets=offsets
+            neighbours(dout), inverse, topk, probs, rows, dtype, offsets=offsets
         )
     )
 

@@ -65,6 +65,14 @@ def seed() -> int:
     return 0
 
 
+@pytest.fixture(autouse=True)
+def compiler_stance() -> Iterator[None]:
+    """Fail the test that leaves torch's compiler turned off: later ones would compile nothing."""
+    yield
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    assert frames is None or frames._stance.stance == "default"
+
+
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device of the test's tier."""

@@ -1,6 +1,7 @@
 """What is known before anything is compiled: values that matter, targets that cannot be used."""
 
 import math
+from threading import Lock
 
 import programs
 import pytest
@@ -136,11 +137,13 @@ def test_a_fork_that_cuda_refuses_is_replaced_by_a_fresh_process(tmp_path, monke
 
 def test_what_fails_in_a_fork_is_tried_without_where_cuda_may_be_why(tmp_path, monkeypatch):
     target = ("programs:careful_launch", "programs:inputs_by_a_library_that_no_fork_can_use")
-    tried = []
+    # In turn: here the copies share one process, and how torch compiles is the process's.
+    tried, alone = [], Lock()
 
     def ask(job, deadline, *, leads):
-        tried.append((job.kind, leads))
-        return guarded(lambda: copy_of(job))
+        with alone:
+            tried.append((job.kind, leads))
+            return guarded(lambda: copy_of(job))
 
     monkeypatch.setattr(process, "ask", ask)
 

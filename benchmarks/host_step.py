@@ -1,6 +1,6 @@
 """Time the host's own part of a repeated training step: on a CPU, with launches that do nothing.
 
-    python benchmarks/host_step.py [--options] [--profile] [--main-grad]
+    python benchmarks/host_step.py [--options] [--profile] [--main-grad] [--out FILE]
 
 The layer believes to be on an H200, every kernel is a C function that ignores its arguments, and
 buffers are the CPU's: what is left is Python, autograd, allocation, the kinds' look-up. The driver
@@ -10,14 +10,17 @@ many single steps: a busy machine makes the others.
 
 import argparse
 import cProfile
+import json
 import pstats
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from samebits import Activation, ExpertWeights, Layout, Routing, WeightGradients, experts
+from samebits import Activation, ExpertWeights, Layout, Routing, WeightGradients, env, experts
 from samebits.backends import operator, passes
 from samebits.backends.recorder import Pass
 from samebits.ops._triton import launch
@@ -101,6 +104,7 @@ def main():
     parser.add_argument("--options", action="store_true", help="gpt-oss' options and biases")
     parser.add_argument("--main-grad", action="store_true", help="gradients into buffers")
     parser.add_argument("--profile", action="store_true", help="where Python's time goes")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append a row of JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
     pretend()
@@ -110,7 +114,13 @@ def main():
     for known in passes.passes():
         steps = len(known.steps) if isinstance(known, Pass) else known
         print("launches", steps)
-    print(f"forward {least_us(forward):.0f} µs, forward and backward {least_us(step):.0f} µs")
+    row = {"options": args.options, "main_grad": args.main_grad}
+    row |= {"forward_us": round(least_us(forward)), "step_us": round(least_us(step))}
+    print(f"forward {row['forward_us']} µs, forward and backward {row['step_us']} µs")
+    if args.out:
+        command = " ".join(["python benchmarks/host_step.py", *sys.argv[1:]])
+        with args.out.open("a") as file:
+            file.write(json.dumps(row | {"command": command, "versions": env.versions()}) + "\n")
     if args.profile:
         profile = cProfile.Profile()
         profile.enable()

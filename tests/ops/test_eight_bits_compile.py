@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cubin_table import SHARED, Table, compile_table, recorded
+from cubin_table import SHARED, SHARED_SM_90, Table, assert_as_recorded, known_and_compiled
 from cubins_eight_bits import CASES
 
 pytestmark = pytest.mark.compile
@@ -14,22 +14,15 @@ SCRIPT = Path(__file__).with_name("cubins_eight_bits.py")
 # Compiled each time, with what the tables hold and the record does not; the rest stands there.
 # ``python tests/ops/cubins_eight_bits.py --record`` makes it.
 AGAIN = ["product-64x128-8w-3s"]
-# Shared memory of a block on sm_90.
-SHARED_SM_90 = 227 * 1024
 
 
 @pytest.fixture(scope="module")
 def table() -> Table:
-    known = recorded(SCRIPT)
-    missing = [case for case in CASES if case not in known]
-    found = known | compile_table(SCRIPT, *{*AGAIN, *missing})
-    return {case: found[case] for case in CASES}
+    return known_and_compiled(SCRIPT, CASES, AGAIN)
 
 
 def test_what_is_compiled_again_is_as_recorded(table: Table) -> None:
-    known = recorded(SCRIPT)
-
-    assert {case: known.get(case, table[case]) for case in AGAIN} == {c: table[c] for c in AGAIN}
+    assert_as_recorded(SCRIPT, table, AGAIN)
 
 
 def test_every_target_has_its_binary(table: Table) -> None:

@@ -4,14 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from cubin_table import SHARED, TARGETS, Table, compile_table, recorded
+from cubin_table import (
+    SHARED,
+    SHARED_SM_90,
+    TARGETS,
+    Table,
+    assert_as_recorded,
+    compile_table,
+    recorded,
+)
 
 pytestmark = pytest.mark.compile
 
 SCRIPT = Path(__file__).with_name("cubins_gradients.py")
 # Compiled anew each time; ``python tests/ops/cubins_gradients.py --record`` makes the rest.
 AGAIN = ("hidden-32x128x64-4w-4s", "weight-128x128x32-4w")
-SHARED_SM_90 = 227 * 1024
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +27,7 @@ def table() -> Table:
 
 
 def test_what_is_compiled_again_is_as_recorded(table: Table) -> None:
-    known = recorded(SCRIPT)
-
-    assert {case: known.get(case, table[case]) for case in AGAIN} == {c: table[c] for c in AGAIN}
+    assert_as_recorded(SCRIPT, table, AGAIN)
 
 
 def test_nothing_spills_and_shared_memory_fits(table: Table) -> None:

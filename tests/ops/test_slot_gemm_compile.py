@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cubin_table import Table, compile_table, recorded
+from cubin_table import SHARED_SM_90, Table, assert_as_recorded, known_and_compiled
 from cubins_slot_gemm import CASES
 
 pytestmark = pytest.mark.compile
@@ -12,21 +12,15 @@ pytestmark = pytest.mark.compile
 SCRIPT = Path(__file__).with_name("cubins_slot_gemm.py")
 # Compiled each time, with what the tables hold and the record does not; the rest stands there.
 AGAIN = ["hidden"]
-# Shared memory of a block on sm_90.
-SHARED_SM_90 = 227 * 1024
 
 
 @pytest.fixture(scope="module")
 def table() -> Table:
-    known = recorded(SCRIPT)
-    found = known | compile_table(SCRIPT, *{*AGAIN, *(set(CASES) - known.keys())})
-    return {case: found[case] for case in CASES}
+    return known_and_compiled(SCRIPT, CASES, AGAIN)
 
 
 def test_what_is_compiled_again_is_as_recorded(table: Table) -> None:
-    known = recorded(SCRIPT)
-
-    assert {case: known.get(case, table[case]) for case in AGAIN} == {c: table[c] for c in AGAIN}
+    assert_as_recorded(SCRIPT, table, AGAIN)
 
 
 def test_nothing_spills_and_shared_memory_fits(table: Table) -> None:

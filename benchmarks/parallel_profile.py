@@ -1,8 +1,7 @@
 """Where the time of one layer over ranks goes: its phases on host and device, and what it launches.
 
 ``in a row``: calls without a pause, as in training; ``alone``: the device is idle before each. Host
-times are without events, which take a few µs each; device times are of the stream that computes,
-where an exchange that another stream does shows as the wait for it.
+times are without events, which take a few µs each; device times are of the stream that computes.
 """
 
 import statistics
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from parallel_cells import Cell, clock, find_route, sync
 
-from samebits.parallel import exchange, exchanged, held, layer, route
+from samebits.parallel import exchanged, held, layer, route
 
 # (label, owner, attribute): indented ones run within the one above.
 PHASES = (
@@ -25,13 +24,11 @@ PHASES = (
     ("  gather of counts", route, "_gather"),
     ("permute", exchanged, "permute"),
     ("wait and counts", route.Departure, "route"),
-    ("start", route.Route, "start"),
-    ("  all-to-all", route, "exchange"),
-    ("arrived", exchange.Coming, "wait"),
+    ("out", route.Route, "go"),
+    ("arrived", exchanged.Exchanged, "_arrived"),
     ("experts", held.HeldExperts, "forward"),
     ("back", route.Route, "back"),
     ("combine", exchanged, "combine"),
-    ("out", route.Route, "go"),
     ("take", exchanged, "take"),
     ("experts, backward", held.HeldExperts, "backward"),
 )
@@ -120,7 +117,7 @@ def counted(function, device):
     with torch.profiler.profile(activities=kinds) as profile:
         function()
         sync(device)
-    counts, kernels = Counter(), Counter()
+    counts, kernels, operators = Counter(), Counter(), Counter()
     for event in profile.events():
         on_device = str(event.device_type) == "DeviceType.CUDA"
         if on_device:
@@ -129,6 +126,7 @@ def counted(function, device):
                 kernels[event.name] += event.time_range.elapsed_us()
         elif event.name.startswith(("aten::", "c10d::", "samebits::")):
             counts[event.name.split("::")[0]] += 1
+            operators[event.name] += 1
         elif "Launch" in event.name and event.name.startswith("cu"):
             counts["launches"] += 1
         elif event.name.startswith("cudaMemcpy"):
@@ -136,7 +134,12 @@ def counted(function, device):
         elif event.name.startswith("cu") and any(wait in event.name for wait in WAITS):
             counts[event.name] += 1
     busiest = {name[:70]: round(spent, 1) for name, spent in kernels.most_common(24)}
-    return {"counts": dict(counts), "kernel_us": busiest, "busy_us": round(sum(kernels.values()))}
+    return {
+        "counts": dict(counts),
+        "operators": dict(operators.most_common()),
+        "kernel_us": busiest,
+        "busy_us": round(sum(kernels.values())),
+    }
 
 
 def host_of(function, device, calls=20):
@@ -169,6 +172,15 @@ def with_own_rows_copied(cell, rows):
     return out
 
 
+def go_elsewhere(cell, rows):
+    """Send as ``Route.go`` does, but on the stream of the transport."""
+    own = cell.route
+    out = rows.new_empty(sum(own.received), rows.shape[1])
+    rows = rows[: sum(own.sent)]
+    dist.all_to_all_single(out, rows, own.received, own.sent, async_op=True).wait()
+    return out
+
+
 def singly(cell):
     """Return ms of each thing alone, and µs that the host takes to ask for it."""
     route_, device = cell.route, cell.device
@@ -189,6 +201,7 @@ def singly(cell):
         "gather of counts, waited for": gather_and_wait,
         "route": lambda: find_route(cell.ranks, cell.ids),
         "go": lambda: route_.go(rows),
+        "go, on a stream of NCCL's": lambda: go_elsewhere(cell, rows),
         "layer": cell.layer,
         "compute": cell.compute,
     }
@@ -243,6 +256,7 @@ def lines_of(row):
         launched = row[name]["launched"]
         lines.append(f"  {launched['counts']}, device busy {launched['busy_us']} µs")
         lines += [f"    {spent:9} {kernel}" for kernel, spent in launched["kernel_us"].items()]
+        lines.append("    " + ", ".join(f"{n} {name}" for name, n in launched["operators"].items()))
     for name, part in row["singly"].items():
         lines.append(f"  {name:30} {part['ms']:8.3f} ms, host {part['host_us']:8.1f} µs")
     return "\n".join(lines)

@@ -414,21 +414,20 @@ def leave(rank: int) -> None:
         over_ranks(case, draw(case, device), ranks_of(case, _world(), device))
 
 
-def leave_with_rows_underway(rank: int) -> None:
-    """End ``rank`` after its rows have left and before it waits for those of the others."""
-    start = route.Route.start
+def leave_before_rows(rank: int) -> None:
+    """End ``rank`` after the counts were told and before its rows leave."""
+    go = route.Route.go
 
-    def started(self: route.Route, rows: Tensor) -> object:
-        coming = start(self, rows)
+    def gone(self: route.Route, rows: Tensor, fill: float | None = 0.0) -> Tensor:
         if dist.get_rank() == rank:
             import os
 
             os._exit(1)
-        return coming
+        return go(self, rows, fill)
 
     case = Case(tokens=(2,) * dist.get_world_size(), bounds=(0, 2, 4))
     device = torch.device("cpu")
-    with patch.object(route.Route, "start", started):
+    with patch.object(route.Route, "go", gone):
         over_ranks(case, draw(case, device), ranks_of(case, _world(), device))
 
 

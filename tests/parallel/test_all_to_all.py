@@ -11,7 +11,7 @@ from rank_programs import (
     gradients_that_exist,
     ids_out_of_range,
     leave,
-    leave_with_rows_underway,
+    leave_before_rows,
     overflow,
     ranks_that_are_refused,
     repeated_calls,
@@ -219,7 +219,7 @@ def test_ids_out_of_range_on_one_rank_raise_everywhere(two_ranks: Processes) -> 
     ]
 
 
-@pytest.mark.parametrize("program", [leave, leave_with_rows_underway])
+@pytest.mark.parametrize("program", [leave, leave_before_rows])
 def test_a_killed_rank_ends_the_others(program: Program) -> None:
     processes = Processes(2, timeout=10)
     try:

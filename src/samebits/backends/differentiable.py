@@ -30,7 +30,7 @@ class _Experts(torch.autograd.Function):
         out: Tensor
         text, num_experts, expert_start = options = arguments[INPUTS:_OPERANDS]
         save = not arguments[_OPERANDS + 1]
-        ctx.direct = _direct(arguments[:INPUTS])
+        ctx.direct = is_direct(arguments[:INPUTS])
         if ctx.direct:
             call = Call(*arguments[:INPUTS])
             out, z = operator.compute(
@@ -57,7 +57,7 @@ class _Experts(torch.autograd.Function):
         arguments = (*tensors, z, douts[0], *ctx.options)
         result: list[Tensor | None] = [None] * (_OPERANDS + 2)
         grads: Sequence[Tensor | None]
-        direct = ctx.direct and _direct(arguments[: INPUTS + 2])
+        direct = ctx.direct and is_direct(arguments[: INPUTS + 2])
         spend = (
             direct and not ctx.kept and not torch._C._autograd._get_current_graph_task_keep_graph()
         )
@@ -72,8 +72,11 @@ class _Experts(torch.autograd.Function):
         return tuple(result)
 
 
-def _direct(tensors: Sequence[Tensor | None]) -> bool:
-    """Return whether nothing has to see an operator: no compiler, no mode, no other tensor."""
+def is_direct(tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether nothing has to see an operator: no compiler, no mode, no other tensor.
+
+    Determinism: no arithmetic.
+    """
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()

@@ -10,23 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Coming:
-    """Rows on their way, while this rank does what does not need them."""
-
-    def __init__(self, rows: Tensor, work: dist.Work | None) -> None:
-        self._rows, self._work = rows, work
-
-    def wait(self) -> Tensor:
-        """Return the rows; on a GPU the stream waits, not the host.
-
-        Determinism: exact copies.
-        """
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._rows
-
-
 def take(rows: Tensor, index: Tensor, missing: float | None) -> Tensor:
     """Return ``rows[index]``; ``missing``, None for anything, where the index is their number.
 
@@ -47,19 +30,20 @@ def exchange(
     received: list[int],
     group: dist.ProcessGroup,
     total: int,
-    asynchronous: bool,
-) -> Coming:
-    """Send ``sent[r]`` rows to rank r; return ``total`` rows, those received first."""
+) -> Tensor:
+    """Send ``sent[r]`` rows to rank r; return ``total`` rows, those received first.
+
+    On the stream that computes: on one of its own NCCL took the host 160 µs more (H200).
+    """
     out = rows.new_empty(total, *rows.shape[1:])
-    work = dist.all_to_all_single(
+    dist.all_to_all_single(
         _bytes(out, sum(received)),
         _bytes(rows.contiguous(), sum(sent)),
         received,
         sent,
         group=group,
-        async_op=asynchronous,
     )
-    return Coming(out, work)
+    return out
 
 
 def _bytes(rows: Tensor, count: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
 from samebits.backends.options import Options
 from samebits.parallel.copies import combine, permute
-from samebits.parallel.exchange import Coming, take
+from samebits.parallel.exchange import take
 from samebits.parallel.held import Local
 from samebits.parallel.ranks import Ranks
 from samebits.parallel.route import Route, depart, wrong_ids
@@ -26,8 +26,8 @@ EVERYTHING = BACKWARD | X | PROBS
 
 def set_out(
     call: Call, placement: ProbPlacement, ranks: Ranks, wishes: int, agreement: str
-) -> tuple[Route, Coming]:
-    """Return the way of a call's rows, and the rows that set out on it; a collective.
+) -> tuple[Route, Tensor]:
+    """Return the way of a call's rows, and the rows that arrive on it; a collective.
 
     Raises:
         ValueError: The ranks disagree, or an id is out of range (exact mode).
@@ -48,7 +48,7 @@ def set_out(
     with torch.no_grad():
         rows = permute(call.x, leaving.metadata.inverse, leaving.topk, probs)
     route = leaving.route(roomy=True)
-    return route, route.start(rows)
+    return route, route.go(rows, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,20 +66,18 @@ class Exchanged:
         ids = self.route.ids[:, None]
         return call._replace(x=rows, topk_ids=ids, topk_probs=probs[:, None], num_valid_tokens=None)
 
-    def _probs_start(self, call: Call) -> Coming:
-        """Send the probability of each row; a collective."""
-        return self.route.start(take(call.topk_probs.reshape(-1), self.route.slots, None))
+    def _probs(self, call: Call) -> Tensor:
+        """Return the probability of each arrival; a collective."""
+        return self.route.go(take(call.topk_probs.reshape(-1), self.route.slots, None), None)
 
-    def forward(self, call: Call, coming: Coming, *, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(out, arrivals, z)`` for the rows that come; a collective.
+    def forward(self, call: Call, rows: Tensor, *, save: bool) -> tuple[Tensor, Tensor]:
+        """Return ``(out, z)`` for the arrivals ``rows``; a collective.
 
         Determinism: see ``parallel_experts``.
         """
         route, placed = self.route, {self.options.placement: call.topk_probs}
         on_hidden = self.options.placement == ProbPlacement.FC2_INPUT
-        probs = self._probs_start(call) if on_hidden else None
-        rows = coming.wait()
-        there = self._arrived(call, rows, None if probs is None else probs.wait())
+        there = self._arrived(call, rows, self._probs(call) if on_hidden else None)
         y, z = self.local.forward(there, save=save)
         out = combine(
             route.back(y),
@@ -88,7 +86,7 @@ class Exchanged:
             placed.get(ProbPlacement.FC2_OUTPUT),
             out_dtype=self.options.out_dtype,
         )
-        return self.local.whole(out), rows, z
+        return self.local.whole(out), z
 
     def backward(
         self, call: Call, rows: Tensor, z: Tensor, dout: Tensor, wanted: dict[str, bool]
@@ -100,10 +98,8 @@ class Exchanged:
         route, on_input = self.route, self.options.placement == ProbPlacement.FC1_INPUT
         if self.options.backend != "reference":
             dout = dout.to(call.x.dtype)
-        coming = route.start(permute(dout.contiguous(), route.inverse, route.topk))
-        probs = None if on_input else self._probs_start(call)
-        dout = coming.wait()
-        there = self._arrived(call, rows, None if probs is None else probs.wait())
+        dout = route.go(permute(dout.contiguous(), route.inverse, route.topk), None)
+        there = self._arrived(call, rows, None if on_input else self._probs(call))
         x_travels = bool(route.wishes & (X | PROBS if on_input else X))
         probs_travel = bool(route.wishes & PROBS) and not on_input
         local = {**wanted, "x": x_travels, "topk_probs": probs_travel}

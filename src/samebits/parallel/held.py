@@ -1,13 +1,15 @@
 """What a rank computes of a layer: its experts on the rows that arrived, one slot each."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from samebits.backends import operator
 from samebits.backends.call import DIFFERENTIABLE, INPUTS, PARAMETERS, Call, Gradients
-from samebits.backends.differentiable import delivered
+from samebits.backends.differentiable import delivered, is_direct
 from samebits.backends.options import Options
 from samebits.problem import ProbPlacement
 from samebits.weight_gradients import Destination
@@ -52,8 +54,11 @@ class HeldExperts:
             return rows.new_empty(rows.shape), rows.new_empty(0, there.gate_up.shape[1])
         options = self._inner()._replace(recompute=save and self.recompute)
         keep = save and not self.recompute
+        held = there.down.shape[0]
+        if is_direct(there[:INPUTS]):
+            return operator.compute(there, options, held, 0, save=keep)
         found: tuple[Tensor, Tensor] = torch.ops.samebits.experts_forward(
-            *there[:INPUTS], options.text(), there.down.shape[0], 0, keep
+            *there[:INPUTS], options.text(), held, 0, keep
         )
         return found
 
@@ -69,11 +74,15 @@ class HeldExperts:
                     self.destination, {n: t for n, t in tensors.items() if n in PARAMETERS}
                 )
             return Gradients(**zeros)
-        arguments = (*there[:INPUTS], z, dout, self._inner().text(), held, 0)
-        if self.destination is None:
-            found = torch.ops.samebits.experts_backward(*arguments, wanted)
+        given = (*there[:INPUTS], z, dout)
+        arguments, direct = (*given, self._inner().text(), held, 0), is_direct(given)
+        found: Sequence[Tensor | None]
+        if self.destination is not None:
+            found = delivered(self.destination, arguments, wanted, direct=direct, spend=False)
+        elif direct:
+            found = operator.compute_backward((*arguments, wanted), {})
         else:
-            found = delivered(self.destination, arguments, wanted, direct=False, spend=False)
+            found = torch.ops.samebits.experts_backward(*arguments, wanted)
         by_name = dict(zip(DIFFERENTIABLE, found, strict=True))
         return Gradients(**{n: by_name[n] for n in names if getattr(there, n) is not None})
 

@@ -14,7 +14,6 @@ from samebits.backends.options import Options
 from samebits.errors import must
 from samebits.experts import checked
 from samebits.formats.weights import Parameters
-from samebits.parallel.exchange import Coming
 from samebits.parallel.exchanged import BACKWARD, EVERYTHING, PROBS, Exchanged, X, set_out
 from samebits.parallel.held import HeldExperts, Local
 from samebits.parallel.ranks import Ranks
@@ -135,14 +134,14 @@ def run_over_ranks(
         recorded = any(t.requires_grad for t in _tensors_of(call).values())
         if can_trace(ranks, wishes, recorded):
             return trace(call, ranks, local, bool(wishes), agreement)
-    route, coming = set_out(call, options.placement, ranks, wishes, agreement)
+    route, rows = set_out(call, options.placement, ranks, wishes, agreement)
     layer = Exchanged(route, options, local)
     if not route.wishes:
-        return layer.forward(call, coming, save=False)[0]
+        return layer.forward(call, rows, save=False)[0]
     # Part of the graph even where nothing here has a gradient: others wait for this backward.
     anchor = torch.empty(0, device=call.x.device, requires_grad=True)
     with torch.enable_grad():
-        out: Tensor = _ParallelExperts.apply(layer, anchor, coming, *call[:INPUTS])  # type: ignore[no-untyped-call]
+        out: Tensor = _ParallelExperts.apply(layer, anchor, rows, *call[:INPUTS])  # type: ignore[no-untyped-call]
     return out
 
 
@@ -167,11 +166,9 @@ class _ParallelExperts(torch.autograd.Function):
     """Tie the two passes together; saves the inputs, the arrivals and ``z``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, layer: Exchanged, _anchor: Tensor, coming: Coming, *tensors: Any
-    ) -> Tensor:
+    def forward(ctx: Any, layer: Exchanged, _anchor: Tensor, rows: Tensor, *tensors: Any) -> Tensor:
         call = Call(*tensors)
-        out, rows, z = layer.forward(call, coming, save=True)
+        out, z = layer.forward(call, rows, save=True)
         ctx.save_for_backward(*tensors, rows, z)
         ctx.layer = layer
         return out

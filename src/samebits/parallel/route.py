@@ -20,7 +20,7 @@ from samebits.arguments import require_type
 from samebits.errors import UnsupportedError, must
 from samebits.ops.permute import Metadata, check_slots
 from samebits.parallel.copies import sort
-from samebits.parallel.exchange import Coming, exchange, on_device, room_for, take
+from samebits.parallel.exchange import exchange, on_device, room_for, take
 from samebits.parallel.ranks import Capacity, Ranks
 from samebits.routing import require_ids
 
@@ -55,47 +55,30 @@ class Route:
     # (W * C,) row in each place, R for none.
     places: Tensor | None = None
     rows: Tensor | None = None
+    # ``ids`` of more arrivals or fewer, found before their number was known.
+    early: Tensor | None = None
 
     @cached_property
     def ids(self) -> Tensor:
         """(A,) int64, the expert of each arrival, counted from the first one here; E for no row."""
-        counts, device = self.offsets.diff(), self.offsets.device
-        experts, sources = counts.shape[1], self.ranks.size
         if self.places is not None:
-            ends, place = counts.cumsum(1), torch.arange(self.received[0], device=device)
-            place = place.expand(sources, -1).contiguous()
-            return torch.searchsorted(ends, place, right=True).reshape(-1)
-        ends, arrival = counts.reshape(-1).cumsum(0), torch.arange(self.arriving, device=device)
-        table = on_device((*range(experts),) * sources + (experts,), device, torch.int64)
-        return table.index_select(0, torch.searchsorted(ends, arrival, right=True))
+            counts, place = self.offsets.diff(), _up_to(self.received[0], self.offsets)
+            place = place.expand(self.ranks.size, -1).contiguous()
+            return torch.searchsorted(counts.cumsum(1), place, right=True).reshape(-1)
+        if self.early is not None and self.arriving <= self.early.shape[0]:
+            return self.early[: self.arriving]
+        return _experts_of_arrivals(self.offsets, self.arriving)
 
-    def start(self, rows: Tensor) -> Coming:
-        """Send ``rows`` as ``go`` does, and find the ids of what arrives meanwhile; a collective.
-
-        What is no row of a capacity's buffer holds anything.
-        With a capacity they go on the stream that computes, which a graph may capture.
-
-        Determinism: exact copies.
-        """
-        coming = self._leave(rows, None, self.places is None)
-        _ = self.ids
-        return coming
-
-    def go(self, rows: Tensor) -> Tensor:
+    def go(self, rows: Tensor, fill: float | None = 0.0) -> Tensor:
         """Return the arrivals ``(A, …)`` for ``rows`` ``(R, …)``; a collective.
 
-        What is no row of a capacity's buffer is 0.
+        What is no row of a capacity's buffer is ``fill``, or anything.
 
         Determinism: exact copies.
         """
-        return self._leave(rows, 0.0, False).wait()
-
-    def _leave(self, rows: Tensor, fill: float | None, asynchronous: bool) -> Coming:
         if self.rows is not None:
             rows = take(rows, self.rows, fill)
-        return exchange(
-            rows, self.sent, self.received, self.ranks.group, self.arriving, asynchronous
-        )
+        return exchange(rows, self.sent, self.received, self.ranks.group, self.arriving)
 
     def back(self, arrivals: Tensor) -> Tensor:
         """Return ``(R, …)`` for what was made of each arrival; a collective.
@@ -107,12 +90,24 @@ class Route:
         sent, received, group = self.sent, self.received, self.ranks.group
         if self.places is None:
             total = self.inverse.shape[0]
-            return exchange(arrivals, received, sent, group, total, False).wait()
+            return exchange(arrivals, received, sent, group, total)
         # One more, for those that did not fit.
         total = sum(sent) + 1
-        rows = exchange(arrivals, received, sent, group, total, False).wait()
+        rows = exchange(arrivals, received, sent, group, total)
         rows[-1].fill_(float("nan"))
         return rows.index_select(0, self.places)
+
+
+def _up_to(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, device=like.device)
+
+
+def _experts_of_arrivals(offsets: Tensor, count: int) -> Tensor:
+    """Return the expert of each of the first ``count`` arrivals, E for those that are no row."""
+    sources, experts = offsets.shape[0], offsets.shape[1] - 1
+    ends = offsets.diff().reshape(-1).cumsum(0)
+    table = on_device((*range(experts),) * sources + (experts,), offsets.device, torch.int64)
+    return table.index_select(0, torch.searchsorted(ends, _up_to(count, ends), right=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,19 +157,26 @@ class Departure:
                 ranks, slots, inverse, self.topk, arriving, self.wishes, sizes, sizes, offsets,
                 places, rows,
             )  # fmt: skip
+        # Until the counts are known the device has time, and the host: for a quarter more arrivals
+        # than rows that leave, most often enough.
+        early = _experts_of_arrivals(offsets, room_for(slots.shape[0] * 5 // 4))
         if self.copied is not None:
             # The one wait of the host, for what the device did before ``depart`` ended.
             self.copied.synchronize()
-        wishes, hashes, starts, stops = (
-            self.heard.select(1, column).tolist() for column in (0, 1, first, last)
-        )
+        columns = _on_host((0, 1, first, last))
+        told = self.heard.index_select(1, columns).tolist()
+        wishes, hashes, starts, stops = zip(*told, strict=True)
         _check_agreement(hashes, ranks.rank, self.agreement)
         wished = self._agreed(reduce(or_, wishes))
-        mine = self.heard[ranks.rank, start:].tolist()
-        sent = [mine[after] - mine[bound] for bound, after in pairwise(ranks.bounds)]
+        bounds = _on_host(tuple(start + bound for bound in ranks.bounds))
+        mine = self.heard[ranks.rank].index_select(0, bounds).tolist()
+        sent = [after - bound for bound, after in pairwise(mine)]
         received = [after - bound for bound, after in zip(starts, stops, strict=True)]
         arriving = room_for(sum(received)) if roomy else sum(received)
-        return Route(ranks, slots, inverse, self.topk, arriving, wished, sent, received, offsets)
+        return Route(
+            ranks, slots, inverse, self.topk, arriving, wished, sent, received, offsets,
+            early=early,
+        )  # fmt: skip
 
     def _agreed(self, wishes: int) -> int:
         """Return what the callers wish; raise, on every rank, if one cannot go on."""
@@ -278,7 +280,11 @@ def wrong_ids(topk_ids: Tensor, num_experts: int, count: Tensor | None) -> Value
     return None
 
 
-def _check_agreement(hashes: list[int], rank: int, agreement: str) -> None:
+def _on_host(numbers: tuple[int, ...]) -> Tensor:
+    return on_device(numbers, torch.device("cpu"), torch.int64)
+
+
+def _check_agreement(hashes: tuple[int, ...], rank: int, agreement: str) -> None:
     different = [other for other, value in enumerate(hashes) if value != hashes[rank]]
     if different:
         rule = "be alike on every rank"

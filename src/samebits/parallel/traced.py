@@ -139,9 +139,9 @@ def _inference(*arguments: Any) -> Tensor:
     options = Options.parse(text)
     ranks = _ranks_of(group, bounds, capacity, arguments[INPUTS])
     with outside_autocast(call.x.device):
-        route, coming = set_out(call, options.placement, ranks, INFERENCE, agreement)
+        route, rows = set_out(call, options.placement, ranks, INFERENCE, agreement)
         layer = Exchanged(route, options, HeldExperts(options))
-        return layer.forward(call, coming, save=False)[0]
+        return layer.forward(call, rows, save=False)[0]
 
 
 @torch.library.register_fake("samebits::parallel_inference")  # type: ignore[untyped-decorator]
@@ -157,9 +157,9 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     options = Options.parse(text)
     ranks = _ranks_of(group, bounds, capacity, arguments[INPUTS])
     with outside_autocast(call.x.device):
-        route, coming = set_out(call, options.placement, ranks, EVERYTHING, agreement)
+        route, rows = set_out(call, options.placement, ranks, EVERYTHING, agreement)
         layer = Exchanged(route, options, HeldExperts(options, recompute))
-        out, rows, z = layer.forward(call, coming, save=True)
+        out, z = layer.forward(call, rows, save=True)
     assert route.places is not None
     assert route.rows is not None
     # The first three are parts of others.

@@ -5,6 +5,7 @@
 Without numbers of cases, all of ``CASES`` in turn. Ends 1 if bits differ.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -68,12 +69,15 @@ def compiled(device):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", type=int)
+    numbers = parser.parse_args().cases or range(len(CASES))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     if device == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank())
     wrong = []
-    for number in map(int, sys.argv[1:] or range(len(CASES))):
+    for number in numbers:
         case = CASES[number]
         found = compiled(device) if case == "compiled" else cut_bits([case._replace(device=device)])
         print(f"rank {dist.get_rank()}, case {number}: wrong: {found or 'nothing'}", flush=True)

@@ -9,6 +9,7 @@ from itertools import chain
 
 import pytest
 import torch
+from host_reads import HostReads
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
@@ -16,6 +17,7 @@ from samebits.backends import operator
 from samebits.checks.determinism import eight_bits, layers, operations, options
 from samebits.checks.determinism.command import OURS
 from samebits.checks.determinism.launches import mismatch, observed
+from samebits.checks.determinism.memory import filled
 from samebits.checks.determinism.replay import run
 from samebits.checks.determinism.variant import Variant, load
 from samebits.problem import Problem
@@ -75,6 +77,41 @@ def test_our_layers_launch_what_the_registry_says() -> None:
             wrong[variant.name] = said
 
     assert wrong == {}
+
+
+@pytest.mark.usefixtures("on_an_h200")
+def test_our_layers_ask_nothing_of_the_host() -> None:
+    # A capture allows none of it. Twice before: what is kept from first calls is what is captured.
+    asked = {}
+    for variant in of_layers():
+        call = variant.prepare(CPU)
+        with filled(0):
+            call()
+            call()
+            with HostReads() as reads:
+                call()
+        if reads.found:
+            asked[variant.name] = reads.found
+
+    assert asked == {}
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x: x[[0, 1]], "lift_fresh"),
+        (lambda x: torch.tensor([1.0], device=x.device), "lift_fresh"),
+        (lambda x: torch.arange(3), "arange"),
+        (lambda x: int(x.sum()), "_local_scalar_dense"),
+        (lambda x: x[x > 0], "index"),
+        (lambda x: x.tolist(), "tolist"),
+    ],
+)
+def test_what_is_asked_of_the_host_is_seen(call, name) -> None:
+    with HostReads() as reads:
+        call(torch.ones(3, 2))
+
+    assert name in reads.found
 
 
 def test_every_table_has_its_variants() -> None:

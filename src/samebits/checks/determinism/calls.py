@@ -163,9 +163,11 @@ def dequantize(held: str, columns: int, device: torch.device) -> Call:
     draw = _Draw(device, columns)
     matrix = quantize_matrix(draw.normal(4, 300, columns), WeightFormat.parse(held))
     offsets = torch.tensor([0, 3, 3, 7, 9], dtype=torch.int32, device=device)
+    # Made here: a list as an index would be copied to the device in the call, which no capture may.
+    written = torch.tensor([0, 2, 3], device=device)
 
     def call() -> Tensor:
-        return launch_dequantize(matrix, torch.bfloat16, offsets)[[0, 2, 3]]
+        return launch_dequantize(matrix, torch.bfloat16, offsets).index_select(0, written)
 
     return call
 

@@ -1,12 +1,9 @@
 """Candidate tiles of the backward's products, for tune_backward.py."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from tune_indirect_gemm import rows, streamed
 
-from samebits.ops.hidden_gradient import tuning as hidden_tuning
-from samebits.ops.indirect_gemm import tuning as product_tuning
-from samebits.ops.weight_gradient import tuning as outer_tuning
 from samebits.ops.weight_gradient.tuning import Config as Outer
 
 
@@ -39,9 +36,12 @@ INPUT = [
     rows(64, 256, 64, 8, 4, 16),
     rows(128, 128, 64, 4, 3),
     rows(128, 128, 64, 8, 4),
-    rows(128, 256, 64, 8, 3),
     rows(128, 256, 64, 8, 4),
-    rows(128, 256, 64, 8, 3, 16),
+    *(
+        replace(rows(128, 256, 64, 8, 3, group), short=short)
+        for group in (8, 16)
+        for short in (0, 32, 64)
+    ),
 ]
 FEW = [
     streamed(16, 128, 64, 4, 4, False),
@@ -89,34 +89,6 @@ OUTER_FEW = [
 ]
 
 
-def changes(stage, slots, experts):
-    """Return the tile in use for a stage on sm_90, and it with each change to be judged."""
-    sizes = slots, experts, "sm_90"
-    if stage == "hidden":
-        used = hidden_tuning.heuristic(*sizes)
-        half = used.block_r // 2
-        return [
-            used,
-            replace(used, fetched=True),
-            replace(used, short=half),
-            replace(used, short=half, fetched=True),
-        ]
-    if stage == "input":
-        used = product_tuning.input_gradient_heuristic(*sizes)
-        short = [replace(used, short=n) for n in (32, 64) if n < used.block_r]
-        return [used, *short]
-    if stage == "first":
-        return [product_tuning.heuristic(*sizes)[0]]
-    used = outer_tuning.heuristic(*sizes)
-    early = [
-        replace(tile, next_early=True, last_early=last)
-        for tile in dict.fromkeys((used, outer(128, 256, 64, 8, 3, stored=True)))
-        for last in (False, True)
-    ]
-    both = {"stored": True, "next_early": True, "last_early": True}
-    return [used, *early, *(outer(128, 256, 32, 8, stages, **both) for stages in (3, 5))]
-
-
 def candidates(stage, rows_per_expert):
     if stage in ("down", "gate_up"):
         if rows_per_expert <= 100:
@@ -125,9 +97,6 @@ def candidates(stage, rows_per_expert):
     wide = {"hidden": HIDDEN, "input": INPUT, "first": FIRST}[stage]
     if stage == "first":
         return wide
-    found = wide
     if rows_per_expert <= 40:
-        found = [*FEW, *wide[:4]]
-    elif rows_per_expert <= 150:
-        found = [*FEW[4:], *wide]
-    return [hidden_tuning.Config(**asdict(c)) for c in found] if stage == "hidden" else found
+        return [*FEW, *wide[:4]]
+    return [*FEW[4:], *wide] if rows_per_expert <= 150 else wide

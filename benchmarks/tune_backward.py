@@ -4,8 +4,7 @@
 
 Stages: ``hidden`` (product with down, derivative behind it), ``input`` (dz · gate_up), ``down`` and
 ``gate_up`` (weight gradients), ``first`` (the forward's first projection, which stores z). A
-candidate enters a tuning table only from here. ``--changes`` times the tile in use beside each
-change to it that is to be judged, and nothing else.
+candidate enters a tuning table only from here.
 """
 
 import argparse
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 import triton
-from backward_candidates import candidates, changes
+from backward_candidates import candidates
 from timing import captured, compile_in_processes, replayed
 from tune_indirect_gemm import weights_of
 
@@ -92,22 +91,14 @@ STAGES = ["hidden", "input", "down", "gate_up", "first"]
 def short(c):
     if isinstance(c, Outer):
         tile = f"{c.block_m}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages}"
-        flags = ("tma", "stored", "next_early", "last_early")
-        how = "".join(f" {k}" for k in flags if getattr(c, k))
+        how = "".join(f" {k}" for k in ("tma", "stored") if getattr(c, k))
         return f"{tile} g{c.group} p{c.programs}{how}"
     form = "swap" if c.swap else "rows"
     tile = f"{c.block_r}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages} g{c.group}"
-    fetched = " fetched" if getattr(c, "fetched", False) else ""
-    return f"{form} {tile} short {c.short}{fetched}"
+    return f"{form} {tile} short {c.short}"
 
 
-def judged(stage, problem, slots, *, only_changes):
-    if only_changes:
-        return changes(stage, slots, problem.E)
-    return candidates(stage, slots / problem.E)
-
-
-def measure(name, tokens, weights, *, only_changes):
+def measure(name, tokens, weights):
     problem = MODELS[name]
     case = Case(problem, tokens, weights)
     results = []
@@ -119,7 +110,7 @@ def measure(name, tokens, weights, *, only_changes):
         # Nothing reads what a graph writes.
         timed, pool = [], torch.cuda.graph_pool_handle()
         expected = None
-        for config in judged(stage, problem, case.total, only_changes=only_changes):
+        for config in candidates(stage, case.total / problem.E):
             row = {"shape": name, "T": tokens, "stage": stage, "config": repr(config)}
             results.append(row)
             try:
@@ -150,12 +141,12 @@ def compile_share(index, count, args):
     weights = weights_of(problem)
     case = Case(problem, 64, weights)
     cells = product(map(MODELS.get, args.shapes.split(",")), map(int, args.tokens.split(",")))
-    slots = [(cell, tokens * cell.K) for cell, tokens in cells]
+    per_expert = [tokens * cell.K / cell.E for cell, tokens in cells]
     every = [
         (stage, config)
         for stage in STAGES
-        for cell, total in slots
-        for config in judged(stage, cell, total, only_changes=args.changes)
+        for rows in per_expert
+        for config in candidates(stage, rows)
     ]
     for stage, config in list(dict.fromkeys(every))[index::count]:
         try:
@@ -170,7 +161,6 @@ def main():
     parser.add_argument("--shapes", default=",".join(MODELS))
     parser.add_argument("--tokens", default="256,1024,4096,16384")
     parser.add_argument("--stages", default=",".join(STAGES))
-    parser.add_argument("--changes", action="store_true", help="the tiles in use and changes")
     parser.add_argument("--compile-share", nargs=2, type=int)
     parser.add_argument("--seconds", type=float, default=300)
     args = parser.parse_args()
@@ -188,14 +178,12 @@ def main():
             if time.time() - start > args.seconds:
                 print("out of time before", name, tokens)
                 break
-            rows_ = measure(name, tokens, weights, only_changes=args.changes)
+            rows_ = measure(name, tokens, weights)
             results += rows_
             for stage in STAGES:
                 found = [r for r in rows_ if r["stage"] == stage and "ms" in r]
                 bad = [r["short"] for r in found if not r["same_bits"]]
-                # With changes, all over the tile in use; otherwise the best three.
-                order = found if args.changes else sorted(found, key=lambda r: r["ms"])[:3]
-                first, *others = order
+                first, *others = sorted(found, key=lambda r: r["ms"])[:3]
                 print(
                     f"{name:13} T={tokens:<6}{stage:8}{first['ms']:8.4f} ms "
                     f"{first['tflops']:5.0f} TF "

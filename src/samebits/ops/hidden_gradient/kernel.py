@@ -3,8 +3,6 @@
 A program owns ``[BLOCK_R, BLOCK_N]`` of dh, in fp32. It is finished in slices of columns, since the
 derivative of a whole tile does not fit the registers. Sums of 64 columns keep one order whatever
 the slice: neighbours in pairs, six times; the sums of a row are added in ascending order.
-A tile of at most ``SHORT`` rows (the last of an expert) is computed with that many. ``FETCH`` asks
-for the rows of z that a tile will need before its product: from L2 they come sooner.
 """
 
 from typing import NamedTuple
@@ -13,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from samebits.activation import Activation
 from samebits.ops._triton.columns import load_gate_up, store_gate_up
@@ -22,51 +19,12 @@ from samebits.ops._triton.operand import row_operand, weight_operand
 from samebits.ops._triton.product import contract, contract_described, tile_of_position
 from samebits.ops._triton.rows import add_neighbours, sum_ascending, sum_of_64_columns
 from samebits.ops.activation.tiles import TileOptions, glu_derivative_tile, slope_tile
-from samebits.ops.hidden_gradient.tuning import Config
+from samebits.ops.indirect_gemm.tuning import Config
 from samebits.ops.permute.tuning import Tiles
 from samebits.weights import Layout
 
 # Columns of a tile that are finished at a time.
 SLICE = 32
-
-
-if knobs.runtime.interpret:
-
-    @triton.jit
-    def _fetch(_places):
-        pass
-
-else:
-
-    @triton.jit
-    def _fetch(places):
-        """Ask for the cache lines at addresses, as int64, to be brought to L2."""
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
-def _fetch_z(
-    z_ptr, first_row, end, column, F, width,
-    GATED: tl.constexpr, INTERLEAVE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Bring the columns of z that belong to a tile to L2; places past the ends are clamped."""
-    LINE: tl.constexpr = 128 * 8 // z_ptr.dtype.element_ty.primitive_bitwidth
-    rows = tl.minimum(first_row + tl.arange(0, BLOCK_R), end - 1)
-    lines = tl.arange(0, BLOCK_N // LINE) * LINE
-    starts = z_ptr + (rows.to(tl.int64) * width)[:, None]
-    if not GATED:
-        _fetch((starts + tl.minimum(column + lines, F - 1)[None, :]).to(tl.int64, bitcast=True))
-    elif INTERLEAVE:
-        lines = tl.arange(0, 2 * BLOCK_N // LINE) * LINE
-        places = tl.minimum(2 * column + lines, width - 1)
-        _fetch((starts + places[None, :]).to(tl.int64, bitcast=True))
-    else:
-        places = tl.minimum(column + lines, F - 1)
-        _fetch((starts + places[None, :]).to(tl.int64, bitcast=True))
-        _fetch((starts + (F + places)[None, :]).to(tl.int64, bitcast=True))
 
 
 @triton.jit
@@ -131,7 +89,7 @@ def _tile(
     dz_ptr, h_ptr, partial_ptr, slots_ptr,
     expert, first_row, end, column,
     H, F, topk, values,
-    GATHER: tl.constexpr, DESCRIBED: tl.constexpr, FETCH: tl.constexpr,
+    GATHER: tl.constexpr, DESCRIBED: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
     INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
@@ -144,8 +102,6 @@ def _tile(
     rows = first_row + tl.arange(0, BLOCK_R)
     live = rows < end
     slots = tl.load(slots_ptr + rows, mask=live, other=0)
-    if FETCH:
-        _fetch_z(z_ptr, first_row, end, column, F, width, GATED, INTERLEAVE, BLOCK_R, BLOCK_N)
 
     if DESCRIBED:
         dh = contract_described(
@@ -179,43 +135,31 @@ def _tile(
 @recordable
 @triton.jit
 def _hidden_gradient_kernel(
-    dy, short_dy, stride_dy, w, stride_we, stride_wn, stride_wk, z_ptr, probs_ptr,
+    dy, stride_dy, w, stride_we, stride_wn, stride_wk, z_ptr, probs_ptr,
     dz_ptr, h_ptr, partial_ptr,
     slots_ptr, tile_expert_ptr, tile_row_ptr, tile_end_ptr, tiles_ptr,
     H, F, topk, values,
-    GATHER: tl.constexpr, DESCRIBED: tl.constexpr, FETCH: tl.constexpr,
+    GATHER: tl.constexpr, DESCRIBED: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
     HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
     INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
     TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr, K_TAIL: tl.constexpr,
-    SLICE: tl.constexpr, GROUP: tl.constexpr, SHORT: tl.constexpr,
+    SLICE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.load(tiles_ptr)
     column_blocks = tl.cdiv(F, BLOCK_N)
     for position in range(tl.program_id(0), tiles * column_blocks, tl.num_programs(0)):
         tile, block = tile_of_position(position, tiles, column_blocks, GROUP)
-        expert = tl.load(tile_expert_ptr + tile)
-        first_row = tl.load(tile_row_ptr + tile)
-        end = tl.load(tile_end_ptr + tile)
-        if SHORT and end - first_row <= SHORT:
-            _tile(
-                short_dy, stride_dy, w, stride_we, stride_wn, stride_wk, z_ptr, probs_ptr,
-                dz_ptr, h_ptr, partial_ptr, slots_ptr,
-                expert, first_row, end, block * BLOCK_N, H, F, topk, values,
-                GATHER, DESCRIBED, FETCH,
-                KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
-                TMA, TRANSPOSED, SWAP, K_TAIL, SLICE, SHORT, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-        else:
-            _tile(
-                dy, stride_dy, w, stride_we, stride_wn, stride_wk, z_ptr, probs_ptr,
-                dz_ptr, h_ptr, partial_ptr, slots_ptr,
-                expert, first_row, end, block * BLOCK_N, H, F, topk, values,
-                GATHER, DESCRIBED, FETCH,
-                KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
-                TMA, TRANSPOSED, SWAP, K_TAIL, SLICE, BLOCK_R, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+        _tile(
+            dy, stride_dy, w, stride_we, stride_wn, stride_wk, z_ptr, probs_ptr,
+            dz_ptr, h_ptr, partial_ptr, slots_ptr,
+            tl.load(tile_expert_ptr + tile), tl.load(tile_row_ptr + tile),
+            tl.load(tile_end_ptr + tile), block * BLOCK_N, H, F, topk, values,
+            GATHER, DESCRIBED,
+            KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
+            TMA, TRANSPOSED, SWAP, K_TAIL, SLICE, BLOCK_R, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
 
 @recordable
@@ -287,7 +231,7 @@ def launch_hidden_gradient(
         probs: Factor of the activation by slot; None where the probability comes before it.
         activation: The function between the projections.
         layout: Of z.
-        config: Tile.
+        config: Tile, of one size: ``short`` is 0.
         topk: K.
         gather: Whether rows are found through their tokens.
         want_dz: Whether to compute dz.
@@ -296,6 +240,7 @@ def launch_hidden_gradient(
 
     Determinism: one accumulator per element, contraction ascending; the same bits for every config.
     """
+    assert not config.short
     rows, hidden, columns = slots.shape[0], down.shape[1], down.shape[2]
     result = Rows(
         z.new_empty(z.shape) if want_dz else None,
@@ -309,20 +254,17 @@ def launch_hidden_gradient(
     source, strides, tma = weight_operand(w, box)
     box = (config.block_r, config.block_k) if tma and not (gather or config.swap) else None
     operand, described = row_operand(dy, box)
-    short = operand
-    if described and config.short:
-        short, _ = row_operand(dy, (config.short, config.block_k))
     tile = TileOptions.of(activation, z.dtype)
     work = tiles.expert.shape[0] * triton.cdiv(columns, config.block_n)
     _hidden_gradient_kernel[(min(work, config.programs),)](
-        operand, short if config.short else None, dy.stride(0), source, *strides, z, probs,
+        operand, dy.stride(0), source, *strides, z, probs,
         *result,
         slots, tiles.expert, tiles.row, tiles.end, tiles.count,
         hidden, columns, topk, tile.scalars,
-        GATHER=gather, DESCRIBED=described, FETCH=config.fetched, **tile.flags,
+        GATHER=gather, DESCRIBED=described, **tile.flags,
         INTERLEAVE=layout.interleave or 0, UP_FIRST=layout.up_first,
         TMA=tma, TRANSPOSED=w.stride(2) != 1, SWAP=config.swap, K_TAIL=hidden % config.block_k != 0,
-        SLICE=SLICE, GROUP=config.group, SHORT=config.short,
+        SLICE=SLICE, GROUP=config.group,
         BLOCK_R=config.block_r, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
     )  # fmt: skip

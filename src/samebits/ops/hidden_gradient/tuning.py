@@ -1,17 +1,6 @@
 """Tile shapes of the hidden gradient; all that an architecture uses compute the same bits."""
 
-from dataclasses import dataclass
-
-from samebits.ops.indirect_gemm import tuning as product
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config(product.Config):
-    """Tile of one program, how it is fed, and what is asked for ahead."""
-
-    # Bring the rows of z that a tile needs to L2 before its product.
-    fetched: bool = False
-
+from samebits.ops.indirect_gemm.tuning import Config
 
 # Narrower than that of a product alone: the derivative needs registers.
 UNMEASURED = Config(block_r=64, block_n=64, block_k=64, num_warps=4, num_stages=3, tma=False)

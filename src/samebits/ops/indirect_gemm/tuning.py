@@ -110,7 +110,9 @@ TABLE: tuple[Entry, ...] = (
 INPUT_GRADIENT_TABLE: tuple[tuple[float, Config], ...] = (
     (24.0, _streamed(32, 128, 64, 4, 4, swap=False)),
     (48.0, _streamed(64, 128, 64, 4, 3, swap=False)),
-    (200.0, _rows(128, 256, 8, 3)),
+    (100.0, _rows(128, 256, 8, 3)),
+    (200.0, _rows(128, 256, 8, 3, short=32)),
+    (400.0, _rows(128, 256, 8, 3, group=16, short=32)),
     (float("inf"), _rows(128, 256, 8, 3, group=16)),
 )
 

@@ -1,7 +1,7 @@
-"""Time the whole layer with each candidate of forward_candidates.py in place of what runs now.
+"""Time the whole layer with other tiles of both projections in place of those of the table.
 
     python benchmarks/layer_candidates.py --out FILE [--cells mixtral:1024,qwen3-30b:4096]
-        [--candidates dynamic,after] [--seconds 60]
+        [--candidates "grid,group 32"] [--seconds 60]
 
 A candidate is timed only where its output has the bits of the table's. All of a cell are replayed
 in turn, so that clocks hit them alike. Kernels are compiled first, in processes.
@@ -10,23 +10,56 @@ in turn, so that clocks hit them alike. Kernels are compiled first, in processes
 import argparse
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 import triton
-from forward_candidates import CANDIDATES
 from layer_cases import cells_of, sets_of, weights_of
 from timing import captured, clocks, compile_in_processes, replayed
 
+from samebits.backends import fused, matrices, passes, repetition
 from samebits.experts import experts
 from samebits.routing import Routing
 from samebits.testing.cases import MODELS
 from samebits.warmup import warmup
 
-CELLS = (
-    "mixtral:1024,qwen3-30b:4096,gpt-oss-120b:4096,llama4-scout:4096,deepseek-v3:4096,"
-    "qwen3-30b:16384,gpt-oss-120b:16384,mixtral:256"
-)
+Change = dict[str, int]
+# One program for each tile, in the order of the hardware.
+_GRID = {"num_stages": 4, "programs": 1 << 20}
+# Changes of the table's tiles, of the first projection and of the second.
+CANDIDATES: dict[str, tuple[Change, Change]] = {
+    "table": ({}, {}),
+    "grid": (_GRID | {"short": 64}, _GRID | {"short": 64}),
+    "grid, first": (_GRID | {"short": 64}, {}),
+    "grid, second": ({}, _GRID | {"short": 64}),
+    "grid, second whole": (_GRID | {"short": 64}, _GRID | {"short": 0}),
+    "grid, short 32": (_GRID | {"short": 32}, _GRID | {"short": 32}),
+    "second short 64": ({}, {"short": 64}),
+    "first whole": ({"short": 0, "num_stages": 3}, {}),
+    "group 32": ({"short": 0, "num_stages": 3, "group": 32}, {"num_stages": 3, "group": 32}),
+}
+CELLS = "mixtral:1024,qwen3-30b:4096,llama4-scout:4096,llama4-scout:1024,qwen3-30b:1024,mixtral:256"
+
+
+@contextmanager
+def using(first: Change, second: Change) -> Iterator[None]:
+    """Let every forward use tiles with these changes."""
+
+    def tiles_of(problem, call):
+        one, other, upcast = matrices.tiles_of(problem, call)
+        return replace(one, **first), replace(other, **second), upcast
+
+    # Recorded launches are those of other tiles.
+    for recorded in (repetition, passes):
+        recorded.forget()
+    with mock.patch.object(fused, "tiles_of", tiles_of):
+        yield
+    for recorded in (repetition, passes):
+        recorded.forget()
 
 
 def measure(name, tokens, weights, chosen):
@@ -43,7 +76,7 @@ def measure(name, tokens, weights, chosen):
     for label in chosen:
         row = {"shape": name, "T": tokens, "candidate": label}
         rows.append(row)
-        with CANDIDATES[label].used():
+        with using(*CANDIDATES[label]):
             try:
                 # A race shows now and then.
                 row["same_bits"] = all(
@@ -65,7 +98,7 @@ def measure(name, tokens, weights, chosen):
 def compile_share(cells, chosen, index, count):
     work = [(label, cell) for cell in cells for label in chosen]
     for label, (name, tokens) in work[index::count]:
-        with CANDIDATES[label].used():
+        with using(*CANDIDATES[label]):
             try:
                 warmup(MODELS[name], [tokens], backend="fused")
             except triton.runtime.errors.OutOfResources:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import triton
-from forward_candidates import Candidate
+from layer_candidates import using
 from layer_cases import cells_of, large_product, sets_of, weights_of
 from timing import captured
 
@@ -104,8 +104,7 @@ def main():
     ((name, tokens),) = cells_of(arguments.cell)
     problem = MODELS[name]
     weights, sets = weights_of(problem), sets_of(problem, tokens, "uniform")
-    first = ("group", 8), ("num_stages", 4)
-    tiles = {"layer": Candidate(), "layer, first tile s4 g8": Candidate(first=first)}
+    tiles = {"layer": {}, "layer, first tile s4 g8": {"group": 8, "num_stages": 4}}
 
     def layer(which):
         x, ids, probs = sets[which]
@@ -116,8 +115,8 @@ def main():
     found = {}
     with torch.no_grad():
         graphs = {}
-        for label, candidate in tiles.items():
-            with candidate.used():
+        for label, first in tiles.items():
+            with using(first, {}):
                 graphs[label] = captured(layer, 1, 1)
         graphs["8192³ × 10"] = captured(product, 1, 10)
         for label, graph in graphs.items():

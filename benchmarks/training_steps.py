@@ -111,17 +111,20 @@ def host_parts(layer, leaves, values, dout, rounds=9):
 def kernels_of(step, values, steps=3):
     """Return {kernel: [ms in a step, launches in a step]}, longest first, and ms between them.
 
-    From the device's own record, so that repeated launches are seen too; the last entry is the
-    time from the first kernel's start to the last one's end in which none ran.
+    From the device's own record, so that repeated launches are seen too. A step more comes first
+    and does not count: the device catches up with the host there. "(idle)" is the time from the
+    others' first start to their last end in which no kernel ran.
     """
     activities = [torch.profiler.ProfilerActivity.CUDA]
     step(*values)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(steps):
+        for _ in range(steps + 1):
             step(*values)
         torch.cuda.synchronize()
     events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    events = events[len(events) // (steps + 1) :]
     found = {}
     for event in events:
         spent = found.setdefault(event.name, [0.0, 0.0])
@@ -129,8 +132,8 @@ def kernels_of(step, values, steps=3):
         spent[1] += 1 / steps
     busy = sum(ms for ms, _ in found.values())
     if events:
-        start = min(event.time_range.start for event in events)
-        whole = (max(event.time_range.end for event in events) - start) / 1e3 / steps
+        end = max(event.time_range.end for event in events)
+        whole = (end - events[0].time_range.start) / 1e3 / steps
         found["(idle)"] = [whole - busy, 0.0]
     return dict(sorted(found.items(), key=lambda item: -item[1][0]))
 

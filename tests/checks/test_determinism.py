@@ -63,7 +63,7 @@ def variants():
         expected="different", seen_by=["memory"],
     )
 """
-DOUBLE, COPY = "kernels.py:_double_kernel", "kernels.py:_copy_kernel"
+COPY = "kernels.py:_copy_kernel"
 
 
 @pytest.fixture
@@ -105,6 +105,11 @@ def write_evidence(
         "variants": variants,
     }  # fmt: skip
     (folder / "evidence" / name).write_text(json.dumps(content))
+
+
+def owe(folder: Path, reason: str) -> None:
+    command = ["check", "determinism", "--registry", str(folder / "registry.py")]
+    assert main([*command, "--owe", reason]) == 0
 
 
 def judged(folder: Path) -> dict[str, tuple[str, str]]:
@@ -187,9 +192,8 @@ def test_a_kernel_in_no_variant_fails_until_it_is_owed(folder):
         "a @triton.jit function in no variant",
     )
 
-    (folder / "evidence" / "debts.json").write_text('{"kernels.py:_new_kernel": "written today"}')
-    verdict, note = judged(folder)["kernels.py:_new_kernel"]
-    assert (verdict, note) == (
+    owe(folder, "written today")
+    assert judged(folder)["kernels.py:_new_kernel"] == (
         "not_run",
         "a @triton.jit function in no variant; owed: written today",
     )
@@ -203,23 +207,37 @@ def test_only_decorators_of_triton_make_a_kernel(folder):
 
 def test_a_debt_that_is_paid_or_names_nothing_fails(folder):
     write_evidence(folder)
-    debts = {DOUBLE: "later", "kernels.py:_gone_kernel": "later"}
+    debts = {"later": {"double 64": "1234", "kernels.py:_gone_kernel": "1234"}}
     (folder / "evidence" / "debts.json").write_text(json.dumps(debts))
 
     found = judged(folder)
 
-    assert found[DOUBLE] == ("fail", "listed as debt, but it has evidence: remove it")
-    assert found["kernels.py:_gone_kernel"][1] == "listed as debt, but it does not exist: remove it"
+    what = "listed as debt, but it"
+    assert found["double 64"] == ("fail", f"{what} does not lack evidence: --owe drops it")
+    assert found["kernels.py:_gone_kernel"][1] == f"{what} does not exist: --owe drops it"
+
+
+def test_a_debt_is_of_a_variant_as_it_was(folder):
+    owe(folder, "no GPU")
+    assert judged(folder)["double 64"] == ("not_run", "no evidence; owed: no GPU")
+
+    replaced(folder / "kernels.py", "FACTOR * x", "x * FACTOR")
+
+    note = "no evidence; changed since it was listed as debt (no GPU): list it again with --owe"
+    assert judged(folder)["double 64"] == ("fail", note)
+    owe(folder, "no GPU yet")
+    assert judged(folder)["double 64"] == ("not_run", "no evidence; owed: no GPU yet")
 
 
 def test_a_race_is_not_excused_by_a_debt(folder):
+    owe(folder, "later")
     write_evidence(folder, double_64={"different": {"load": 3}, "note": "result 0, byte 4"})
-    (folder / "evidence" / "debts.json").write_text(json.dumps({DOUBLE: "later"}))
+    results = coverage(load(folder / "registry.py", planted())).results
 
-    verdict, note = judged(folder)["double 64"]
-
-    assert verdict == "fail"
-    assert note == "raced on gpu G: 3 of 48 load replays differ; result 0, byte 4"
+    race = "raced on gpu G: 3 of 48 load replays differ; result 0, byte 4"
+    assert ("fail", race) in [(r.verdict, r.note) for r in results if r.case == "double 64"]
+    owe(folder, "later")
+    assert not (folder / "evidence" / "debts.json").exists()
 
 
 def test_a_variant_that_did_not_run_has_no_evidence(folder):
@@ -293,7 +311,10 @@ def test_owe_lists_what_lacks_evidence_and_drops_what_is_paid(folder, capsys):
 
     assert main(command) == 1
     assert main([*command, "--owe", "no GPU yet"]) == 0
-    assert json.loads((folder / "evidence" / "debts.json").read_text()) == {DOUBLE: "no GPU yet"}
+    debts = json.loads((folder / "evidence" / "debts.json").read_text())
+    assert {reason: list(names) for reason, names in debts.items()} == {
+        "no GPU yet": ["double 128", "double 64"]
+    }
     assert main(command) == 3
     write_evidence(folder)
     assert main(command) == 1
@@ -301,8 +322,8 @@ def test_owe_lists_what_lacks_evidence_and_drops_what_is_paid(folder, capsys):
     assert not (folder / "evidence" / "debts.json").exists()
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert f"owed: {DOUBLE}" in said
-    assert f"paid: {DOUBLE}" in said
+    assert "owed: double 64" in said
+    assert "paid: double 64" in said
 
 
 @pytest.mark.parametrize(
@@ -372,3 +393,14 @@ def test_files_that_are_no_evidence_are_refused(folder, text):
 
     with pytest.raises(RegistryError, match=r"gpu\.json"):
         coverage(load(folder / "registry.py", planted()))
+
+
+@pytest.mark.parametrize("text", ["[]", '{"kernels.py:_double_kernel": "later"}', '{" ": {}}', "{"])
+def test_files_that_are_no_debts_are_refused(folder, capsys, text):
+    (folder / "evidence").mkdir()
+    (folder / "evidence" / "debts.json").write_text(text)
+
+    code = main(["check", "determinism", "--registry", str(folder / "registry.py")])
+
+    assert code == 2
+    assert "debts.json" in capsys.readouterr().err

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from samebits.checks.determinism.coverage import coverage
 from samebits.checks.determinism.source import Sources
-from samebits.checks.determinism.variant import RegistryError
+from samebits.checks.determinism.variant import RegistryError, load
 
 pytestmark = pytest.mark.reference
 
@@ -77,6 +78,48 @@ def start(x):
     "old.py": 'print "Python 2"\n',
     "env/pyvenv.cfg": "",
     "env/kernels.py": "import triton\n@triton.jit\ndef of_another(x):\n    pass\n",
+}
+# Gluon: kernels whose warps have parts of their own, and classes of the device.
+GLUON = {
+    "parts.py": """
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon import jit as compiled
+from triton.language.core import _aggregate as aggregate
+
+@triton.jit
+def of_triton(x):
+    return x * 2.0
+
+@aggregate
+class Walk:
+    tiles: gl.tensor
+    @gluon.jit
+    def count(self):
+        return self.tiles
+
+@gluon.jit
+def load(x_ptr, walk, STAGES: gl.constexpr):
+    gl.store(x_ptr, walk.count())
+
+@compiled
+def multiply(x_ptr, walk, STAGES: gl.constexpr):
+    gl.store(x_ptr, of_triton(gl.load(x_ptr)))
+""",
+    "kernel.py": """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from parts import Walk, load, multiply
+
+@gluon.jit
+def specialized(x_ptr, tiles, STAGES: gl.constexpr):
+    args = (x_ptr, Walk(tiles), STAGES)
+    gl.warp_specialize([(multiply, args), (load, args)], [1], [24])
+
+def launch(x, tiles):
+    specialized[(132,)](x, tiles, STAGES=4, num_warps=4)
+""",
 }
 SIGMOID = {"lib/mathlib.py:sigmoid", "lib/mathlib.py:LOG2E"}
 
@@ -152,3 +195,47 @@ def test_a_file_that_may_hold_a_kernel_must_be_readable(others):
 
     with pytest.raises(RegistryError, match=r"broken\.py cannot be read"):
         _ = Sources(others.root).kernels
+
+
+@pytest.fixture
+def gluon_kernels(tmp_path: Path) -> Path:
+    for name, text in GLUON.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "registry.py").write_text(
+        "from samebits.checks.determinism import Variant\n"
+        "def variants():\n"
+        "    yield Variant(name='v', kernels=['kernel.py:specialized'], config={'STAGES': 4},\n"
+        "                  prepare=None)\n"
+    )
+    return tmp_path
+
+
+def test_gluon_kernels_are_kernels(gluon_kernels):
+    found = coverage(load(gluon_kernels / "registry.py"))
+
+    # The parts of its warps and the methods of its classes belong to the one that is launched.
+    assert [(r.case, r.backend, r.note) for r in found.results] == [
+        ("v", "kernel.py:specialized", "no evidence")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("parts.py", "return x * 2.0", "return x * 3.0"),
+        ("parts.py", "return self.tiles", "return self.tiles + 1"),
+        ("kernel.py", "[1], [24]", "[1], [40]"),
+        ("kernel.py", "STAGES=4, num_warps=4", "STAGES=4, num_warps=8"),
+    ],
+    ids=["a function of a part", "a method", "registers of a part", "its launch"],
+)
+def test_what_decides_a_gluon_kernel(gluon_kernels, file, old, new):
+    def fingerprint() -> str:
+        return Sources(gluon_kernels).fingerprint(("kernel.py:specialized",), {})
+
+    before = fingerprint()
+    text = (gluon_kernels / file).read_text()
+    assert old in text
+    (gluon_kernels / file).write_text(text.replace(old, new))
+
+    assert fingerprint() != before

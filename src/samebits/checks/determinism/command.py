@@ -8,6 +8,7 @@ from pathlib import Path
 from samebits import env
 from samebits.checks.determinism.coverage import blind, coverage
 from samebits.checks.determinism.evidence import (
+    Debt,
     Evidence,
     joined,
     read,
@@ -124,12 +125,16 @@ def _owe(registry: Registry, reason: str) -> int:
         raise RegistryError(must("--owe", "give the reason", repr(reason)))
     before = read_debts(registry.debts)
     lacking = coverage(registry).lacking
-    write_debts(registry.debts, {kernel: before.get(kernel, reason) for kernel in lacking})
-    for kernel in lacking:
-        if kernel not in before:
-            print(f"owed: {kernel}")
-    for kernel in sorted(before.keys() - set(lacking)):
-        print(f"paid: {kernel}")
+    debts = {}
+    for name, current in lacking.items():
+        debt = before.get(name)
+        debts[name] = debt if debt and debt.hash == current else Debt(reason, current)
+    write_debts(registry.debts, debts)
+    for name, debt in debts.items():
+        if debt != before.get(name):
+            print(f"owed: {name}")
+    for name in sorted(before.keys() - lacking.keys()):
+        print(f"paid: {name}")
     return PASSED
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from samebits.checks.determinism.evidence import Evidence, Record, read_all, read_debts
+from samebits.checks.determinism.evidence import Debt, Evidence, Record, read_all, read_debts
 from samebits.checks.determinism.source import Sources
 from samebits.checks.determinism.variant import Registry, RegistryError, Variant
 from samebits.checks.result import Result, Verdict
@@ -21,9 +21,9 @@ class Coverage:
     """The results, and what lacks evidence (with a debt or without)."""
 
     results: list[Result]
-    # Kernels.
-    lacking: list[str]
-    # Names of variants.
+    # What a debt may stand for, with its hash: variants by name, and kernels that are in none.
+    lacking: dict[str, str]
+    # Names of variants without evidence, those that raced too.
     owed: list[str]
 
 
@@ -41,7 +41,7 @@ def coverage(registry: Registry) -> Coverage:
         for e in evidence
         if (why := blind(e, registry.variants))
     ]
-    lacking: dict[str, None] = {}
+    lacking: dict[str, str] = {}
     owed = []
     for variant in registry.variants:
         current = fingerprint(sources, variant)
@@ -51,18 +51,20 @@ def coverage(registry: Registry) -> Coverage:
         verdict: Verdict = "pass" if judged.covered else "fail"
         note = judged.note
         if not judged.covered:
-            lacking |= dict.fromkeys(variant.kernels)
             owed.append(variant.name)
             if judged.excusable:
-                verdict, note = _owed(variant.kernels, debts, note)
+                lacking[variant.name] = current
+                verdict, note = _owed(debts.get(variant.name), current, note)
         results.append(_result(variant.name, variant.kernels[0], verdict, note))
     for kernel in _unreached(sources, registry.variants):
-        lacking[kernel] = None
-        results.append(_result("", kernel, *_owed([kernel], debts, IN_NO_VARIANT)))
-    for kernel in sorted(debts.keys() - lacking.keys()):
-        why = "has evidence" if kernel in sources.kernels else "does not exist"
-        results.append(_result("", kernel, "fail", f"listed as debt, but it {why}: remove it"))
-    return Coverage(results, list(lacking), owed)
+        current = lacking[kernel] = sources.fingerprint((kernel,), {})
+        found = _owed(debts.get(kernel), current, IN_NO_VARIANT)
+        results.append(_result("", kernel, *found))
+    known = {*sources.kernels, *(v.name for v in registry.variants if v.expected == "same")}
+    for name in sorted(debts.keys() - lacking.keys()):
+        why = "does not lack evidence" if name in known else "does not exist"
+        results.append(_result(name, "", "fail", f"listed as debt, but it {why}: --owe drops it"))
+    return Coverage(results, lacking, owed)
 
 
 def fingerprint(sources: Sources, variant: Variant) -> str:
@@ -146,9 +148,13 @@ def failure(record: Record, where: Evidence) -> str:
     return f"{what} on {where.where}: {record.note or 'no replays'}"
 
 
-def _owed(kernels: Sequence[str], debts: dict[str, str], note: str) -> tuple[Verdict, str]:
-    reasons = dict.fromkeys(debts[kernel] for kernel in kernels if kernel in debts)
-    return ("not_run", f"{note}; owed: {'; '.join(reasons)}") if reasons else ("fail", note)
+def _owed(debt: Debt | None, current: str, note: str) -> tuple[Verdict, str]:
+    if debt is None:
+        return "fail", note
+    if debt.hash != current:
+        since = f"changed since it was listed as debt ({debt.reason})"
+        return "fail", f"{note}; {since}: list it again with --owe"
+    return "not_run", f"{note}; owed: {debt.reason}"
 
 
 def _unreached(sources: Sources, variants: Iterable[Variant]) -> list[str]:
@@ -156,7 +162,12 @@ def _unreached(sources: Sources, variants: Iterable[Variant]) -> list[str]:
     for variant in variants:
         for kernel in sources.kernels.keys() & set(variant.kernels):
             reached |= sources.closure(kernel).keys()
-    return [kernel for kernel in sources.kernels if kernel not in reached]
+    # A class that a kernel names brings its methods.
+    return [
+        kernel
+        for kernel in sources.kernels
+        if kernel not in reached and kernel.rpartition(".")[0] not in reached
+    ]
 
 
 def _result(case: str, kernel: str, verdict: Verdict, note: str) -> Result:

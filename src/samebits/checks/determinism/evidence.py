@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from samebits.checks.determinism.variant import RegistryError
 from samebits.errors import must
@@ -140,29 +140,44 @@ def read(file: Path) -> Evidence:
         raise RegistryError(f"{file} is no evidence: {type(error).__name__}: {error}") from error
 
 
-def read_debts(file: Path) -> dict[str, str]:
-    """Return kernel -> reason; nothing where there is no file.
+class Debt(NamedTuple):
+    """Why something has no evidence yet, and its hash when that was said."""
+
+    reason: str
+    hash: str
+
+
+def read_debts(file: Path) -> dict[str, Debt]:
+    """Return what is owed, by the name of a variant or of a kernel that is in none.
 
     Raises:
-        RegistryError: The file is not a JSON object of reasons.
+        RegistryError: The file is not a JSON object of reasons, each with names and hashes.
     """
     if not file.exists():
         return {}
     content = _json(file)
-    if not isinstance(content, dict) or not all(
-        isinstance(reason, str) and reason.strip() for reason in content.values()
-    ):
-        raise RegistryError(must(str(file), "map kernels to reasons", type(content).__name__))
-    return content
+    rule = "map reasons to names, and these to hashes (write it with --owe)"
+    if not isinstance(content, dict):
+        raise RegistryError(must(str(file), rule, type(content).__name__))
+    debts: dict[str, Debt] = {}
+    for reason, hashes in content.items():
+        if not reason.strip() or not isinstance(hashes, dict):
+            raise RegistryError(must(str(file), rule, f"{reason!r}: {type(hashes).__name__}"))
+        debts |= {name: Debt(reason, str(hash_)) for name, hash_ in hashes.items()}
+    return debts
 
 
-def write_debts(file: Path, debts: Mapping[str, str]) -> None:
-    """Write kernel -> reason; remove the file where there is no debt."""
-    if debts:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(dict(sorted(debts.items())), indent=1) + "\n", encoding="utf-8")
-    else:
+def write_debts(file: Path, debts: Mapping[str, Debt]) -> None:
+    """Write reason -> name -> hash; remove the file where there is no debt."""
+    if not debts:
         file.unlink(missing_ok=True)
+        return
+    content: dict[str, dict[str, str]] = {}
+    for name, debt in debts.items():
+        content.setdefault(debt.reason, {})[name] = debt.hash
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=1, sort_keys=True)
+    file.write_text(text + "\n", encoding="utf-8")
 
 
 def _json(file: Path) -> Any:

@@ -86,7 +86,6 @@ def _permute_and_quantize_kernel(
     columns = column + tl.arange(0, BLOCK_C)[None, :]
     x = tl.load(x_ptr + token * stride_xt + columns, mask=columns < C, other=0.0)
     numbers = x.to(tl.float32)
-    nothing = tl.zeros([1, BLOCK_C], tl.float32)
     one = tl.arange(0, 1)
     kept = tl.load(kept_ptr).to(tl.int64)
     if probs_ptr is None:
@@ -98,15 +97,20 @@ def _permute_and_quantize_kernel(
             scaled = (numbers * tl.load(probs_ptr + slot).to(tl.float32)).to(x.dtype)
             codes, scales = quantize_tile(scaled.to(tl.float32), RULE, GROUP, 1, BLOCK_C)
         _store_rows(
-            codes, scales, row + one, column, row + one < R, C,
+            codes, scales, row + one, column, (row + one >= 0) & (row + one < R), C,
             out_ptr, scales_ptr, starts_ptr, offsets_ptr, row + one < kept,
             RULE, GROUP, EXPERTS, 1, BLOCK_C,
         )  # fmt: skip
         if slot >= kept:
-            # Rows of no slot are the last ones; there are as many rows as slots.
-            codes_of_none, scales_of_none = quantize_tile(nothing, RULE, GROUP, 1, BLOCK_C)
+            # Rows of no slot are the last ones; there are as many rows as slots. Their codes are
+            # written down: ``encode_e4m3`` takes no constants.
+            zeros = tl.zeros([1, BLOCK_C], tl.uint8)
+            if RULE == "fp32":
+                ones = tl.full([1, BLOCK_C // GROUP], 1.0, tl.float32)
+            else:
+                ones = tl.full([1, BLOCK_C // GROUP], 127, tl.uint8)
             _store_rows(
-                codes_of_none, scales_of_none, slot + one, column, slot + one < R, C,
+                zeros, ones, slot + one, column, slot + one < R, C,
                 out_ptr, scales_ptr, starts_ptr, offsets_ptr, slot + one < kept,
                 RULE, GROUP, EXPERTS, 1, BLOCK_C,
             )  # fmt: skip

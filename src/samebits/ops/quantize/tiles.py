@@ -19,7 +19,11 @@ _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 @triton.jit
 def encode_e4m3(numbers):
-    """Return the uint8 codes of fp32 numbers."""
+    """Return the uint8 codes of fp32 numbers, which must not be constants.
+
+    The assembler of CUDA 12.8 (Triton 3.6.0) merges a register that nothing wrote into the codes of
+    two zeros that it knows when it compiles.
+    """
     if not _INTERPRETED and cuda_capability_geq(9, 0):
         codes = numbers.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:

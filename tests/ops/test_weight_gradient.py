@@ -26,9 +26,7 @@ TILE = Config(block_m=32, block_n=64, block_k=32, num_warps=4, num_stages=2, pro
 CONFIGS = {
     "boxes": TILE,
     "pointers": replace(TILE, tma=False, block_k=16),
-    "next early": replace(TILE, next_early=True),
-    "last early": replace(TILE, last_early=True),
-    "both early": replace(TILE, next_early=True, last_early=True, programs=5),
+    "few programs": replace(TILE, programs=5),
 }
 
 
@@ -67,7 +65,7 @@ def test_a_tile_that_leaves_through_a_box_has_the_same_bits(transposed) -> None:
     assert_bitwise_equal(results[1], results[0])
 
 
-@pytest.mark.parametrize("config", [TILE, CONFIGS["both early"]])
+@pytest.mark.parametrize("config", [TILE, CONFIGS["few programs"]])
 def test_a_neighbour_that_is_not_finite_changes_nothing(config) -> None:
     a, b = _rows(40, 0), _rows(72, 1)
     order, expected = launch_order(OFFSETS), torch.empty(4, 40, 72)

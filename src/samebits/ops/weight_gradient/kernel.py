@@ -4,9 +4,7 @@ A program owns ``[BLOCK_M, BLOCK_N]`` of one expert's matrix and walks down its 
 time from the expert's first. Steps that fill BLOCK_K go through tensor descriptors; the last one
 goes through pointers, since a box cannot stop at the expert's last row. A tile leaves through a box
 where it can: that frees registers, for one more program a processor, and nothing waits for it. The
-longest expert comes first, so that no program ends with it. What is not behind a
-descriptor can be asked for before the first step, so that nothing waits for it in between: the next
-tile's expert (``NEXT``) and the rows of the last step (``LAST``).
+longest expert comes first, so that no program ends with it.
 """
 
 import torch
@@ -36,16 +34,10 @@ def _order_kernel(offsets_ptr, order_ptr, E, BINS: tl.constexpr):
 
 
 @triton.jit
-def _masked(ptr, stride_r, rows, end, column, width, BLOCK: tl.constexpr, OTHER: tl.constexpr):
+def _masked(ptr, stride_r, rows, end, column, width, BLOCK: tl.constexpr):
     columns = column + tl.arange(0, BLOCK)
     ptrs = ptr + (rows.to(tl.int64) * stride_r)[:, None] + columns[None, :]
-    return tl.load(ptrs, mask=(rows < end)[:, None] & (columns < width)[None, :], other=OTHER)
-
-
-@triton.jit
-def _span_of_position(order_ptr, offsets_ptr, position, blocks):
-    expert = tl.load(order_ptr + position // blocks)
-    return expert, tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+    return tl.load(ptrs, mask=(rows < end)[:, None] & (columns < width)[None, :], other=0.0)
 
 
 @recordable
@@ -56,46 +48,28 @@ def _weight_gradient_kernel(
     order_ptr, offsets_ptr,
     E, M, N,
     DESCRIBED: tl.constexpr, STORED: tl.constexpr, ACCUMULATE: tl.constexpr,
-    NEXT: tl.constexpr, LAST: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row_blocks, column_blocks = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     blocks = row_blocks * column_blocks
-    if NEXT:
-        expert, start, end = _span_of_position(order_ptr, offsets_ptr, tl.program_id(0), blocks)
     for position in range(tl.program_id(0), E * blocks, tl.num_programs(0)):
-        if not NEXT:
-            expert = tl.load(order_ptr + position // blocks)
-            start, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+        expert = tl.load(order_ptr + position // blocks)
+        start, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
         m_block, n_block = tile_of_position(position % blocks, row_blocks, column_blocks, GROUP)
         m, n = m_block * BLOCK_M, n_block * BLOCK_N
         rest = start
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if DESCRIBED:
             rest = start + (end - start) // BLOCK_K * BLOCK_K
-        if LAST:
-            rows = rest + tl.arange(0, BLOCK_K)
-            last_left = _masked(a_ptr, stride_ar, rows, end, m, M, BLOCK_M, None)
-            last_right = _masked(b_ptr, stride_br, rows, end, n, N, BLOCK_N, None)
-        if NEXT:
-            following = tl.minimum(position + tl.num_programs(0), E * blocks - 1)
-            next_span = _span_of_position(order_ptr, offsets_ptr, following, blocks)
         if DESCRIBED:
             for row in range(start, rest, BLOCK_K):
                 left, right = a.load([row, m]), b.load([row, n])
                 acc = tl.dot(left.T, right, acc, input_precision="ieee")
-        if LAST:
-            # Zeros, which change no sum, take the place of rows of others only here: until then
-            # the loaded rows stay in registers, where nothing waits for them.
-            last_left = tl.where((rows < end)[:, None], last_left, 0.0)
-            last_right = tl.where((rows < end)[:, None], last_right, 0.0)
-            acc = tl.dot(last_left.T, last_right, acc, input_precision="ieee")
-        else:
-            for row in range(rest, end, BLOCK_K):
-                rows = row + tl.arange(0, BLOCK_K)
-                left = _masked(a_ptr, stride_ar, rows, end, m, M, BLOCK_M, 0.0)
-                right = _masked(b_ptr, stride_br, rows, end, n, N, BLOCK_N, 0.0)
-                acc = tl.dot(left.T, right, acc, input_precision="ieee")
+        for row in range(rest, end, BLOCK_K):
+            rows = row + tl.arange(0, BLOCK_K)
+            left = _masked(a_ptr, stride_ar, rows, end, m, M, BLOCK_M)
+            right = _masked(b_ptr, stride_br, rows, end, n, N, BLOCK_N)
+            acc = tl.dot(left.T, right, acc, input_precision="ieee")
 
         if STORED:
             tile = acc.to(dw_ptr.dtype.element_ty).reshape(1, BLOCK_M, BLOCK_N)
@@ -108,8 +82,6 @@ def _weight_gradient_kernel(
             if ACCUMULATE:
                 acc += tl.load(dw_ptr + place, mask=mask, other=0.0).to(tl.float32)
             tl.store(dw_ptr + place, acc.to(dw_ptr.dtype.element_ty), mask=mask)
-        if NEXT:
-            expert, start, end = next_span
 
 
 @recordable
@@ -211,8 +183,7 @@ def launch_weight_gradient(
         left if described else a, a, a.stride(0), right if described else b, b, b.stride(0),
         target, dw_seen, *dw_seen.stride(), order, offsets, experts, m, n,
         DESCRIBED=described, STORED=stored, ACCUMULATE=accumulate,
-        NEXT=config.next_early, LAST=config.last_early and described, GROUP=config.group,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        GROUP=config.group, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     return dw

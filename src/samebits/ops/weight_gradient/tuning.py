@@ -20,10 +20,6 @@ class Config:
     tma: bool = True
     # Write through a tensor descriptor where alignment allows.
     stored: bool = False
-    # Ask for the expert of the next tile before the first step of this one.
-    next_early: bool = False
-    # The same for the rows of the last step, which wait in registers.
-    last_early: bool = False
     # Programs of a persistent grid, at most.
     programs: int = 132
 

@@ -5,14 +5,22 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from module_programs import HIDDEN, layer
 from rank_programs import Case, draw, over_ranks, part, ranks_of, weights_of
-from samebits import PostExpertNorm, ProbPlacement, Routing
+from samebits import ExpertWeights, PostExpertNorm, ProbPlacement, Routing
 from samebits.nn import Experts
-from samebits.parallel import Capacity, ExpertParallel, combine, dispatch, experts_by_rank
+from samebits.parallel import (
+    Capacity,
+    ExpertParallel,
+    combine,
+    dispatch,
+    experts_by_rank,
+    parallel_experts,
+)
 
 CASE = Case(tokens=(2, 2), bounds=(0, 2, 4))
 
@@ -92,6 +100,49 @@ def numbers_of_experts() -> list[str]:
         lambda: over_ranks(case, given, ranks),
         lambda: dispatch(mine["x"], routing, ranks),
     )
+
+
+def other_parameters() -> list[str]:
+    """Return the errors where rank 1 has wider experts, and where its experts have no biases."""
+    group = dist.group.WORLD
+    assert group is not None
+    device, rank = torch.device("cpu"), dist.get_rank()
+    case = replace(CASE, columns=40 + 8 * rank)
+    mine = part(CASE, draw(CASE, device), rank)
+    bare = ExpertWeights(gate_up=mine["gate_up"], down=mine["down"])
+    weights, routing = (
+        bare if rank else weights_of(mine),
+        Routing(mine["topk_ids"], mine["topk_probs"]),
+    )
+    ranks = ranks_of(CASE, group, device)
+    return errors_of(
+        lambda: over_ranks(case, draw(case, device), ranks),
+        lambda: parallel_experts(mine["x"], routing, weights, ranks=ranks),
+    )
+
+
+def with_a_capacity() -> list[str]:
+    """Return the errors where rank 1 computes in another dtype, trains, or has an id of 9."""
+    group = dist.group.WORLD
+    assert group is not None
+    device, rank = torch.device("cpu"), dist.get_rank()
+    case = replace(CASE, capacity=6, backend="auto")
+    ranks, mine = ranks_of(case, group, device), part(case, draw(case, device), rank)
+    ids, x = mine["topk_ids"], mine["x"]
+
+    def call(ids: Tensor) -> None:
+        routing = Routing(ids, mine["topk_probs"])
+        parallel_experts(x, routing, weights_of(mine), ranks=ranks)
+
+    def in_bf16() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):
+            call(ids)
+
+    def trained() -> None:
+        with torch.set_grad_enabled(rank == 1):
+            call(ids)
+
+    return errors_of(in_bf16, trained, lambda: call(ids.clamp(min=9) if rank == 1 else ids))
 
 
 def capacities() -> list[str]:

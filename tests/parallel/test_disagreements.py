@@ -8,8 +8,10 @@ from disagreement_programs import (
     ids_that_are_no_experts,
     inference_beside_training,
     numbers_of_experts,
+    other_parameters,
     placements_by_rank,
     refused_calls,
+    with_a_capacity,
 )
 from rank_processes import Processes
 
@@ -46,6 +48,26 @@ def test_inference_mode_beside_gradients(two_ranks: Processes) -> None:
 def test_a_shared_scale_that_one_rank_does_not_train(two_ranks: Processes) -> None:
     for rank, (message,) in enumerate(two_ranks.run(frozen_scale_on_one_rank)):
         assert f"must be alike on every rank, got another one on ranks [{1 - rank}]" in message
+
+
+def test_other_parameters(two_ranks: Processes) -> None:
+    for rank, messages in enumerate(two_ranks.run(other_parameters)):
+        for message in messages:
+            assert f"must be alike on every rank, got another one on ranks [{1 - rank}]" in message
+
+
+def test_a_capacity_on_a_cpu_where_looking_costs_nothing(two_ranks: Processes) -> None:
+    ids = (
+        "topk_ids of another rank are out of range; it says which",
+        "topk_ids must be in [0, N) with N = 4, or -1 or N for a dropped slot, got 9",
+    )
+    recorded = "gradients must be recorded on every rank or on none, with a capacity, got wishes"
+
+    for rank, messages in enumerate(two_ranks.run(with_a_capacity)):
+        dtype, gradients, last = messages
+        assert f"must be alike on every rank, got another one on ranks [{1 - rank}]" in dtype
+        assert gradients == f"{recorded} (0, 7) by rank"
+        assert last == ids[rank]
 
 
 def test_capacities(two_ranks: Processes) -> None:

@@ -95,7 +95,8 @@ def dispatch_agreed(
         ids,
         num_valid_tokens=num_valid_tokens,
         wishes=0,
-        agreement=f"{agreement}|{placement}|H={x.shape[1]}|{x.dtype}|{probs.dtype}|{ranks.bounds}",
+        agreement=f"{agreement}|{placement}|H={x.shape[1]}|{x.dtype}|{probs.dtype}|{ranks.bounds}"
+        f"|{ranks.capacity}",
         wrong=wrong,
     )
     on_input = placement == ProbPlacement.FC1_INPUT

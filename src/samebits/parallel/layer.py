@@ -8,7 +8,7 @@ from torch import Tensor
 from samebits.activation import Activation
 from samebits.arguments import require_bool, require_type
 from samebits.autograd import refuse_second_derivatives
-from samebits.backends.call import DIFFERENTIABLE, INPUTS, Call, check_weights
+from samebits.backends.call import DIFFERENTIABLE, INPUTS, PARAMETERS, Call, check_weights
 from samebits.backends.differentiable import check_destination
 from samebits.backends.options import Options
 from samebits.errors import must
@@ -126,9 +126,11 @@ def run_over_ranks(
     Determinism: see ``parallel_experts``.
     """
     wishes = _wishes_of(call, ranks)
+    given = ",".join(n for n in PARAMETERS if getattr(call, n) is not None)
+    room = "counts" if ranks.capacity is None else ranks.capacity.rows
     agreement = (
-        f"{options.text()}|H={call.x.shape[1]}|{call.x.dtype}|{call.topk_probs.dtype}"
-        f"|{ranks.bounds}|{agreement}"
+        f"{options.text()}|H={call.x.shape[1]}|{call.gate_up.shape[1]} columns|{given}"
+        f"|{call.x.dtype}|{call.topk_probs.dtype}|{ranks.bounds}|{room}|{agreement}"
     )
     if torch.compiler.is_compiling() and isinstance(local, HeldExperts):
         recorded = any(t.requires_grad for t in _tensors_of(call).values())

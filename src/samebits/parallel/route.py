@@ -62,9 +62,10 @@ class Route:
     def ids(self) -> Tensor:
         """(A,) int64, the expert of each arrival, counted from the first one here; E for no row."""
         if self.places is not None:
-            counts, place = self.offsets.diff(), _up_to(self.received[0], self.offsets)
+            ends = self.offsets.diff().cumsum(1)
+            place = torch.arange(self.received[0], device=ends.device)
             place = place.expand(self.ranks.size, -1).contiguous()
-            return torch.searchsorted(counts.cumsum(1), place, right=True).reshape(-1)
+            return torch.searchsorted(ends, place, right=True).reshape(-1)
         if self.early is not None and self.arriving <= self.early.shape[0]:
             return self.early[: self.arriving]
         return _experts_of_arrivals(self.offsets, self.arriving)
@@ -98,16 +99,13 @@ class Route:
         return rows.index_select(0, self.places)
 
 
-def _up_to(count: int, like: Tensor) -> Tensor:
-    return torch.arange(count, device=like.device)
-
-
 def _experts_of_arrivals(offsets: Tensor, count: int) -> Tensor:
     """Return the expert of each of the first ``count`` arrivals, E for those that are no row."""
     sources, experts = offsets.shape[0], offsets.shape[1] - 1
     ends = offsets.diff().reshape(-1).cumsum(0)
     table = on_device((*range(experts),) * sources + (experts,), offsets.device, torch.int64)
-    return table.index_select(0, torch.searchsorted(ends, _up_to(count, ends), right=True))
+    arrival = torch.arange(count, device=ends.device)
+    return table.index_select(0, torch.searchsorted(ends, arrival, right=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +137,7 @@ class Departure:
 
         Raises:
             ValueError: Ranks do not agree, or one has an id that is no expert; raised on each of
-                them. Not with a capacity.
+                them. With a capacity only on a CPU, where looking costs nothing.
             UnsupportedError: A rank without a backward beside one that wants gradients; the same.
 
         Determinism: exact integers.
@@ -150,6 +148,8 @@ class Departure:
         first, last = start + held.start, start + held.stop
         offsets = self.told[:, first : last + 1]
         if ranks.capacity is not None:
+            if self.heard.device.type == "cpu":
+                self._hear(first, last)
             sizes = [ranks.capacity.rows] * ranks.size
             places, rows = self._fixed(ranks.capacity)
             arriving = sum(sizes)
@@ -163,11 +163,7 @@ class Departure:
         if self.copied is not None:
             # The one wait of the host, for what the device did before ``depart`` ended.
             self.copied.synchronize()
-        columns = _on_host((0, 1, first, last))
-        told = self.heard.index_select(1, columns).tolist()
-        wishes, hashes, starts, stops = zip(*told, strict=True)
-        _check_agreement(hashes, ranks.rank, self.agreement)
-        wished = self._agreed(reduce(or_, wishes))
+        wished, starts, stops = self._hear(first, last)
         bounds = _on_host(tuple(start + bound for bound in ranks.bounds))
         mine = self.heard[ranks.rank].index_select(0, bounds).tolist()
         sent = [after - bound for bound, after in pairwise(mine)]
@@ -177,6 +173,17 @@ class Departure:
             ranks, slots, inverse, self.topk, arriving, wished, sent, received, offsets,
             early=early,
         )  # fmt: skip
+
+    def _hear(self, first: int, last: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Return what any rank wishes, and each one's first and last row for this rank."""
+        columns = _on_host((0, 1, first, last))
+        told = self.heard.index_select(1, columns).tolist()
+        wishes, hashes, starts, stops = zip(*told, strict=True)
+        _check_agreement(hashes, self.ranks.rank, self.agreement)
+        if self.ranks.capacity is not None and len({w & ~(_STOP | INFERENCE) for w in wishes}) > 1:
+            rule = "be recorded on every rank or on none, with a capacity"
+            raise ValueError(must("gradients", rule, f"wishes {wishes} by rank"))
+        return self._agreed(reduce(or_, wishes)), starts, stops
 
     def _agreed(self, wishes: int) -> int:
         """Return what the callers wish; raise, on every rank, if one cannot go on."""
@@ -228,11 +235,11 @@ def depart(
         wrong: See ``wrong_ids``.
 
     Raises:
-        ValueError: ``wrong``, with a capacity: no rank learns of the others' errors there.
+        ValueError: ``wrong``, with a capacity on a GPU: no rank learns of the others' errors there.
 
     Determinism: exact integers.
     """
-    if wrong is not None and ranks.capacity is not None:
+    if wrong is not None and ranks.capacity is not None and topk_ids.device.type != "cpu":
         raise wrong
     check_slots(topk_ids, ranks.num_experts, num_valid_tokens)
     metadata = sort(topk_ids, ranks.num_experts, num_valid_tokens)

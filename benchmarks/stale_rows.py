@@ -96,7 +96,7 @@ def rows_of(group: str, program: Program, found: Audit) -> Iterator[dict[str, An
             ),
             "stale_second_process": any(s.phase == "warm" for s in wrong),
             "remembers": sorted(found.remembers),
-            "guard_dropped": any(s.dropped for s in steps),
+            "guard_dropped": any(found.forgotten(s) for s in steps),
             "code_reused": any(s.reused for s in steps if s.phase == "fresh"),
             "errors": sorted({s.error for s in steps if s.error}),
             "not_run": unfinished(found, verdicts, chosen),

@@ -2,7 +2,10 @@
 
 * **dropped guard**: a graph that takes a float as input was specialised to one value of it, and the
   guard that says so is left out of what the AOTAutograd cache saves (pytorch#194976, #197889).
-* **reused code**: a recompilation for a new value was answered from that cache.
+  That is harmless where the key of the entry tells values apart, as it does for the constants of a
+  Triton kernel. So the guards are kept by key, and a key that two values share is the fault.
+* **reused code**: a recompilation for a new value was answered from that cache. Code that branches
+  on the number may come to the same graph again, and rightly: ``branched`` tells it apart.
 
 A hook that this torch lacks means "not checked", never "clean".
 """
@@ -15,6 +18,8 @@ import torch
 
 DROPPED_GUARD = "dropped guard"
 REUSED_CODE = "reused code"
+# Enough to tell keys apart.
+_KEY_LETTERS = 16
 
 
 @dataclass
@@ -22,9 +27,13 @@ class Detectors:
     """Counts since the last ``begin``, and why a detector could not be set up."""
 
     missing: dict[str, str] = field(default_factory=dict)
-    dropped: list[str] = field(default_factory=list)
-    _takes_float: bool = False
+    # Key of each graph that takes a float -> the guards that its entry forgets.
+    keys: dict[str, list[str]] = field(default_factory=dict)
+    # Whether Python chose its way by a float while one of these graphs was traced.
+    branched: bool = False
+    _key: str | None = None
     _hits: int = 0
+    _reused: int = 0
     _graphs: int = 0
 
     def install(self) -> None:
@@ -40,7 +49,8 @@ class Detectors:
 
     def begin(self) -> None:
         """Start a step."""
-        self.dropped, self._takes_float = [], False
+        self.keys, self.branched = {}, False
+        self._key, self._reused = None, 0
         self._hits, self._graphs = _hits(), graphs()
 
     def graphs(self) -> int:
@@ -49,7 +59,27 @@ class Detectors:
 
     def reused(self) -> int:
         """Return how many graphs that take a float were answered from the cache in this step."""
-        return _hits() - self._hits if self._takes_float else 0
+        self._settle()
+        return self._reused
+
+    def _settle(self) -> None:
+        """Count the hits since the last graph for it."""
+        if self._key is not None:
+            self._reused += _hits() - self._hits
+        self._hits = _hits()
+
+    def _next(self, key: str | None) -> None:
+        """Begin with another graph; it has no key where it takes no float, or is not saved."""
+        self._settle()
+        self._key = key
+        if key is not None:
+            self.keys.setdefault(key, [])
+            self.branched |= _branches()
+
+    def _forgets(self, guard: str) -> None:
+        """Note a guard that the entry of the latest graph forgets."""
+        if self._key is not None and guard not in self.keys[self._key]:
+            self.keys[self._key].append(guard)
 
 
 def graphs() -> int:
@@ -72,9 +102,10 @@ def _hook_keys(detectors: Detectors) -> bool:
 
     def autograd_cache_key(module: Any, *args: Any, **kwargs: Any) -> Any:
         # Raises for a graph that this cache refuses: what is not saved forgets no guard.
-        detectors._takes_float = False
+        detectors._next(None)
         key = plain(module, *args, **kwargs)
-        detectors._takes_float = _takes_float(module)
+        if _takes_float(module):
+            detectors._next(str(key[0])[:_KEY_LETTERS])
         return key
 
     autograd_cache.autograd_cache_key = autograd_cache_key  # type: ignore[assignment]
@@ -84,7 +115,6 @@ def _hook_keys(detectors: Detectors) -> bool:
 def _hook_guards(detectors: Detectors) -> bool:
     try:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
-        from torch.utils._sympy.symbol import SymT, symbol_is_type
     except ImportError:
         return False
     plain = getattr(ShapeEnv, "get_pruned_guards", None)
@@ -93,17 +123,34 @@ def _hook_guards(detectors: Detectors) -> bool:
 
     def get_pruned_guards(self: Any, symints: Any) -> Any:
         kept = plain(self, symints)
-        if detectors._takes_float:
-            ids = {id(guard) for guard in kept}
-            for guard in self.guards:
-                floats = [s for s in guard.expr.free_symbols if symbol_is_type(s, SymT.FLOAT)]
-                is_value = str(guard.expr).startswith("Eq(")
-                if id(guard) not in ids and floats and is_value:
-                    detectors.dropped.append(_readable(self, guard.expr))
+        ids = {id(guard) for guard in kept}
+        for guard in self.guards:
+            if id(guard) not in ids and _of_float(guard.expr) and _is_value(guard.expr):
+                detectors._forgets(_readable(self, guard.expr))
         return kept
 
     ShapeEnv.get_pruned_guards = get_pruned_guards  # type: ignore[method-assign]
     return True
+
+
+def _branches() -> bool:
+    """Return whether Python has chosen its way by a float in the function that is compiled now."""
+    context = torch._guards.TracingContext.try_get()
+    environment = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    guards = [guard.expr for guard in getattr(environment, "guards", ())]
+    return any(_of_float(guard) and not _is_value(guard) for guard in guards)
+
+
+def _of_float(expression: Any) -> bool:
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    return any(symbol_is_type(symbol, SymT.FLOAT) for symbol in expression.free_symbols)
+
+
+def _is_value(expression: Any) -> bool:
+    """Return whether a guard says which value a float has, rather than where it lies."""
+    # By name: sympy takes a second to import, and torch does so only where it is needed.
+    return type(expression).__name__ == "Equality"
 
 
 def _takes_float(module: Any) -> bool:

@@ -91,10 +91,13 @@ class StepRecord:
     expected: float | None = None
     # Of the first call only: distances by tensor.
     first: dict[str, float] = field(default_factory=dict)
-    # Graphs captured; graphs that take a float and came from the cache; guards that it forgets.
+    # Graphs captured; graphs that take a float and came from the cache; the key of each graph that
+    # takes one -> guards that its entry forgets.
     graphs: int = 0
     reused: int = 0
-    dropped: list[str] = field(default_factory=list)
+    keys: dict[str, list[str]] = field(default_factory=dict)
+    # Whether Python chose its way by a float while one of these was traced.
+    branched: bool = False
     seconds: float = 0.0
     # Median of a compiled call, where it was asked for.
     microseconds: float | None = None

@@ -56,9 +56,31 @@ class Audit:
     @property
     def latent(self) -> list[StepRecord]:
         """The calls that were right, although compiled code of another value may be reused."""
-        return [step for step in self.steps if not step.wrong and (step.dropped or _reused(step))]
+        return [s for s in self.steps if not s.wrong and (self.forgotten(s) or _reused(s))]
+
+    def forgotten(self, step: StepRecord) -> list[str]:
+        """Return the guards that what is saved for a call forgets, and its key does not tell.
+
+        A key that other values were looked up without tells them apart, whatever was forgotten.
+        """
+        others = [s for s in self.of(step.scenario) if s.keys and _all_differ(s, step)]
+        return sorted(
+            guard
+            for key, guards in step.keys.items()
+            if not others or any(key in other.keys for other in others)
+            for guard in guards
+        )
+
+
+def _all_differ(a: StepRecord, b: StepRecord) -> bool:
+    """Return whether every number that is varied has another value in the other call."""
+    return all(value != b.values[path] for path, value in a.values.items())
 
 
 def _reused(step: StepRecord) -> bool:
-    """Return whether a fresh process took code for a new value from the cache."""
-    return step.phase == "fresh" and step.shape == 0 and step.index > 0 and step.reused > 0
+    """Return whether a fresh process took code for a new value from the cache.
+
+    Code that chooses its way by the number may come to the same graph for two values, and rightly.
+    """
+    later = step.phase == "fresh" and step.shape == 0 and step.index > 0
+    return later and step.reused > 0 and not step.branched

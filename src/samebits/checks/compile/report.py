@@ -66,7 +66,7 @@ def _of_scenario(audit: Audit, scenario: Scenario) -> Result:
     if wrong:
         verdict, note = "fail", _describe(wrong[0])
     elif latent:
-        verdict, note = "fail", _describe_latent(latent[0])
+        verdict, note = "fail", _describe_latent(audit.forgotten(latent[0]))
     elif errors:
         verdict, note = "not_run", f"the compiled call raises {errors[0]}"
     elif scenario.name in audit.unfinished:
@@ -106,9 +106,9 @@ def _describe(step: StepRecord) -> str:
     return f"{step.tensor} is wrong at call {step.index + 1} ({values}), {where}"
 
 
-def _describe_latent(step: StepRecord) -> str:
-    if step.dropped:
-        return f"right on these inputs, but the cache forgets the guard {step.dropped[0]}"
+def _describe_latent(forgotten: list[str]) -> str:
+    if forgotten:
+        return f"right on these inputs, but the cache forgets the guard {forgotten[0]}"
     return "right on these inputs, but code for another value was taken from the cache"
 
 
@@ -117,7 +117,7 @@ def faults(audit: Audit) -> Iterator[dict[str, Any]]:
     for scenario in audit.scenarios:
         steps = audit.of(scenario.name)
         wrong = [step for step in steps if step.wrong]
-        guards = sorted({guard for step in steps for guard in step.dropped})
+        guards = sorted({guard for step in steps for guard in audit.forgotten(step)})
         if not wrong and not guards:
             continue
         yield {

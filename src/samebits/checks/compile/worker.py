@@ -182,7 +182,7 @@ def _call(
     record.seconds = time.perf_counter() - start
     record.graphs = detectors.graphs()
     record.reused = detectors.reused()
-    record.dropped = sorted(set(detectors.dropped))
+    record.keys, record.branched = detectors.keys, detectors.branched
     if record.index == 0 and not record.error and graphs() == 0:
         record.error = "nothing was compiled (is torch.compile disabled?)"
         return None

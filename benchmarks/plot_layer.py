@@ -26,8 +26,11 @@ SVG = {"svg.fonttype": "none", "svg.hashsalt": "samebits"}
 
 
 def read(paths):
-    """Return rows, each with ``ours`` and ``peer`` in ms and the peer's name."""
-    rows = []
+    """Return rows, each with ``ours`` and ``peer`` in ms and the peer's name.
+
+    A row of a later file replaces that of the same cell.
+    """
+    rows = {}
     for path in paths:
         found = json.loads(path.read_text())
         for row in found["rows"]:
@@ -35,12 +38,10 @@ def read(paths):
             if mine:
                 name, peer = best_peer(row, found["speed"])
                 _, as_recorded = best_peer(row, math.nan)
-                rows.append(
-                    row
-                    | {"ours": min(mine), "peer": peer, "peer_name": name}
-                    | {"as_recorded": as_recorded}
-                )
-    return rows
+                cell = {"ours": min(mine), "peer": peer, "peer_name": name}
+                place = row["shape"], row["T"], row["routing"], row["variant"]
+                rows[place] = row | cell | {"as_recorded": as_recorded}
+    return list(rows.values())
 
 
 def table(rows):

@@ -18,15 +18,25 @@ def read(paths: list[Path]) -> list[Row]:
     """Return the rows of every file.
 
     A file of ``layer.py`` or ``training.py`` is one object; each of its cells becomes a row of the
-    op ``layer`` or ``training``, and one of its best peer.
+    op ``layer`` or ``training``, and one of its best peer. They replace those that an earlier file
+    has of the same cell.
     """
     rows: list[Row] = []
     for path in paths:
         text = path.read_text()
         lines = [json.loads(text)] if path.suffix == ".json" else map(json.loads, text.splitlines())
         for entry in lines:
-            rows += cells(entry) if "rows" in entry else [entry]
+            if "rows" in entry:
+                found = cells(entry)
+                places = set(map(_place, found))
+                rows = [row for row in rows if _place(row) not in places] + found
+            else:
+                rows.append(entry)
     return rows
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(key) for key in ("op", "shape", "T", "routing", "variant"))
 
 
 def cells(whole: Row) -> list[Row]:

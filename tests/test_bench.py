@@ -234,3 +234,29 @@ def test_an_op_that_is_timed_elsewhere_is_named() -> None:
 
     assert done.returncode == 1
     assert "./run bench --layer" in done.stderr
+
+
+@pytest.mark.usefixtures("bench_path")
+def test_a_later_file_replaces_cells_of_an_earlier_one(tmp_path: Path) -> None:
+    import stored_rows
+
+    files = [tmp_path / f"{name}.json" for name in ("first", "second")]
+    for ms, path, counts in zip((2.0, 1.0), files, ((1, 16), (16,)), strict=True):
+        cell = {"shape": "mixtral", "floor_ms": 1.0, "staged_ms": 1.0, "ms": {"fused": ms}}
+        path.write_text(json.dumps({"rows": [cell | {"T": tokens} for tokens in counts]}))
+
+    rows = [row for row in stored_rows.read(files) if row["candidate"] == "samebits"]
+
+    assert [(row["T"], row["ms"]) for row in rows] == [(1, 2.0), (16, 1.0)]
+
+
+@pytest.mark.usefixtures("bench_path")
+def test_tables_of_figures_are_those_of_the_rows() -> None:
+    import doc_tables
+
+    made, used = doc_tables.tables(), set()
+    for page in doc_tables.PAGES:
+        text = (doc_tables.ROOT / page).read_text()
+        used |= {name for _, name, _ in doc_tables.MARKED.findall(text)}
+        assert doc_tables.filled(text, made) == text, page
+    assert used == made.keys()

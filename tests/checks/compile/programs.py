@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import functools
 import os
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -116,6 +117,10 @@ def sparse(x, s):
 
 def imaginary(x, limit):
     return x * complex(1.0, limit)
+
+
+def annotated(x: Annotated[torch.Tensor, "rows"], limit: float, offset=SCALE):
+    return x.clamp(max=limit) + offset
 
 
 forward_compiled = torch.compile(clamped_swiglu)

@@ -1,10 +1,12 @@
 """The scripts that an audit writes: whole by themselves, with the fewest calls."""
 
 import ast
+import importlib
 import math
 
 import programs
 import pytest
+import stale_triton
 import torch
 
 from samebits.checks.compile.follow_up import choose
@@ -55,6 +57,26 @@ def test_the_function_is_copied_with_what_it_mentions(tmp_path):
     assert space["FusedSwiGLU"].__name__ == "FusedSwiGLU"
     assert hasattr(space["clamped_swiglu_backward"], "_torchdynamo_orig_callable")
     assert space["CALLS"] == [[({"limit": 0.5}, 0), ({"limit": 0.25}, 0), ({"limit": 0.75}, 0)]]
+
+
+def test_names_in_annotations_and_defaults_are_no_obstacle(tmp_path):
+    source = script(tmp_path, "programs:annotated", "programs:two_floats", "limit")
+
+    assert run(source)["annotated"](torch.ones(2), 0.25).tolist() == [0.75, 0.75]
+
+
+def test_a_triton_kernel_is_copied(tmp_path, monkeypatch):
+    source = copied(stale_triton.launch_expression)
+
+    # Triton reads the source of a kernel from its file.
+    path = tmp_path / "copied_kernel.py"
+    path.write_text(f"from __future__ import annotations\n{source.imports}\n{source.text}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    space = vars(importlib.import_module("copied_kernel"))
+
+    assert space["target"].__name__ == "launch_expression"
+    assert type(space["_scale_kernel"]) is type(stale_triton._scale_kernel)
+    assert source.imports.splitlines()[1:] == ["import triton", "import triton.language as tl"]
 
 
 def test_always_dynamic_code_needs_two_calls(tmp_path):

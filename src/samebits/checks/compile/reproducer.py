@@ -20,6 +20,8 @@ and a line with STALE: the compiled function kept an old value. Processes: {proc
 cache directory.
 """
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

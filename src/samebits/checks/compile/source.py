@@ -115,6 +115,7 @@ class _Collector:
         ):
             space[name] = cell.cell_contents
         used = names_used(function.__code__) | set(function.__code__.co_freevars)
+        used |= _names_in_defaults(function)
         for name in sorted(used & space.keys()):
             self._name(name, space[name])
 
@@ -128,6 +129,8 @@ class _Collector:
             self._autograd(value)
         elif isinstance(original(value), types.FunctionType) and self._ours(value):
             self.add(value)
+        elif _is_kernel(value) and self._ours(value.fn):
+            self._kernel(value)
         elif module and not self._ours(value) and hasattr(sys.modules.get(module), name):
             self.imports.add(f"from {module} import {name}")
         else:
@@ -146,6 +149,21 @@ class _Collector:
         self.definitions.append(_source(value))
 
 
+    def _kernel(self, kernel: Any) -> None:
+        """Add a Triton kernel after everything that it mentions."""
+        if id(kernel) not in self._done:
+            self._done.add(id(kernel))
+            self._mentioned(kernel.fn)
+            self.imports.add("import triton")
+            self.definitions.append(f"@triton.jit\n{_source(kernel.fn)}")
+
+
+def _is_kernel(value: Any) -> bool:
+    """Return whether this is ``triton.jit`` of a function, without autotuning around it."""
+    from_triton = (type(value).__module__ or "").partition(".")[0] == "triton"
+    return from_triton and isinstance(getattr(value, "fn", None), types.FunctionType)
+
+
 def _import_line(module: str, name: str) -> str:
     return f"import {module}" if module == name else f"import {module} as {name}"
 
@@ -156,15 +174,32 @@ def _source(definition: Any) -> str:
     Raises:
         ValueError: There is no source, or it is not a definition by itself (a lambda).
     """
-    try:
-        text = textwrap.dedent(inspect.getsource(definition))
-        node = ast.parse(text).body[0]
-    except (OSError, TypeError, SyntaxError) as error:
-        raise ValueError(f"{definition!r} has no source: {error}") from error
-    whole = isinstance(node, (ast.FunctionDef, ast.ClassDef))
-    if not whole:
+    text, node = _parsed(definition)
+    if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         raise ValueError(f"{definition!r} is part of another statement")
     return "\n".join(text.splitlines()[node.lineno - 1 :])
+
+
+def _names_in_defaults(function: types.FunctionType) -> set[str]:
+    """Return the names that the defaults of a function's arguments mention."""
+    _, node = _parsed(function)
+    if not isinstance(node, ast.FunctionDef):
+        return set()
+    defaults = [d for d in (*node.args.defaults, *node.args.kw_defaults) if d is not None]
+    return {n.id for d in defaults for n in ast.walk(d) if isinstance(n, ast.Name)}
+
+
+def _parsed(definition: Any) -> tuple[str, ast.stmt]:
+    """Return the source of a definition, and its first statement.
+
+    Raises:
+        ValueError: There is no source.
+    """
+    try:
+        text = textwrap.dedent(inspect.getsource(definition))
+        return text, ast.parse(text).body[0]
+    except (OSError, TypeError, SyntaxError) as error:
+        raise ValueError(f"{definition!r} has no source: {error}") from error
 
 
 def literal(value: Any) -> str:

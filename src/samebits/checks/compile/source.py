@@ -175,7 +175,8 @@ def _source(definition: Any) -> str:
         ValueError: There is no source, or it is not a definition by itself (a lambda).
     """
     text, node = _parsed(definition)
-    if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+    whole = isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    if not whole:
         raise ValueError(f"{definition!r} is part of another statement")
     return "\n".join(text.splitlines()[node.lineno - 1 :])
 

@@ -148,7 +148,6 @@ class _Collector:
             self._mentioned(inspect.unwrap(method))
         self.definitions.append(_source(value))
 
-
     def _kernel(self, kernel: Any) -> None:
         """Add a Triton kernel after everything that it mentions."""
         if id(kernel) not in self._done:

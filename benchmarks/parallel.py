@@ -162,6 +162,7 @@ def main():
     parser.add_argument("--no-graph", action="store_true")
     parser.add_argument("--check", choices=("all", "few", "none"), default="all")
     parser.add_argument("--profile", action="store_true", help="profile the cells, time nothing")
+    parser.add_argument("--transport", choices=("torch", "window"), default="torch")
     arguments = parser.parse_args()
     pairs = [cell.split(":") for cell in arguments.cells.split(",") if cell]
     cells = [(shape, int(tokens)) for shape, tokens in pairs]
@@ -189,12 +190,12 @@ def main():
     rows = []
     for shape, tokens in cells:
         if arguments.profile:
-            row = profile_cell(shape, tokens, device, group)
+            row = profile_cell(shape, tokens, device, group, arguments.transport)
             every = [None] * size
             dist.all_gather_object(every, row)
             rows += every
         else:
-            rows.append(time_cell(shape, tokens, device, group))
+            rows.append(time_cell(shape, tokens, device, group, arguments.transport))
         if rank == 0:
             print(lines_of(row) if arguments.profile else line_of(rows[-1]), flush=True)
             write(arguments.out, wrong, rows)
@@ -217,7 +218,10 @@ def checks(arguments, place, size):
     cases = check_cases(size, place)
     # Every placement in bf16, on one backend: as often as launches take to be repeated.
     few = cases[:9:3]
-    wrong = programs.repeated_calls(few + with_capacity(few[:1]), place)
+    moved = [replace(case, transport=arguments.transport) for case in few]
+    wrong = programs.repeated_calls(moved + with_capacity(few[:1]), place)
+    unwanted = [replace(case, wanted=((),) * size) for case in moved]
+    wrong += programs.same_bits(unwanted, place)
     if arguments.check == "few":
         return wrong
     wrong += programs.same_bits(cases, place) + programs.same_bits(with_capacity(cases[:3]), place)

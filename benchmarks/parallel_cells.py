@@ -9,7 +9,7 @@ import torch.distributed as dist
 from samebits import ExpertWeights, Routing, experts
 from samebits.ops.permute import combine, permute
 from samebits.parallel import Capacity, Ranks, parallel_experts
-from samebits.parallel.route import depart
+from samebits.parallel.departure import depart
 from samebits.testing.cases import MODELS
 
 BF16 = torch.bfloat16
@@ -60,7 +60,7 @@ def find_route(ranks, ids):
 class Cell:
     """One shape and number of tokens per rank, with everything that is timed."""
 
-    def __init__(self, shape, tokens, device, group):
+    def __init__(self, shape, tokens, device, group, transport):
         problem = MODELS[shape]
         self.size, self.device = dist.get_world_size(group), device
         rank = dist.get_rank(group)
@@ -70,7 +70,7 @@ class Cell:
             hidden, columns, number, tokens = 64, 32, 8, 16
         if shape == "deepseek-v3" and device.type == "cuda":
             number *= self.size
-        self.ranks = Ranks.of(group, number)
+        self.ranks = Ranks.of(group, number, transport=transport)
         generator = torch.Generator(device=device).manual_seed(rank)
 
         def normal(*sizes, scale=1.0):
@@ -156,13 +156,14 @@ def _side_stream():
     return _STREAMS[0]
 
 
-def time_cell(shape, tokens, device, group):
-    cell = Cell(shape, tokens, device, group)
+def time_cell(shape, tokens, device, group, transport):
+    cell = Cell(shape, tokens, device, group, transport)
     others = sum(n for r, n in enumerate(cell.route.sent) if r != cell.ranks.rank)
     row = {
         "shape": shape,
         "tokens": tokens,
         "ranks": cell.size,
+        "transport": transport,
         "rows": cell.arrivals.shape[0],
         "sent_MB": round(others * cell.x.shape[1] * 2 / 1e6, 1),
         "forward": time_pass(cell, False),
@@ -222,7 +223,7 @@ def parts(cell):
         return {
             "route": clock(find, cell.device),
             "permute": clock(lambda: permute(cell.x, route.inverse, topk), cell.device),
-            "go": clock(lambda: route.go(rows), cell.device),
+            "go": clock(lambda: route.go(rows, keep=False), cell.device),
             "combine": clock(lambda: combine(rows, route.inverse, topk, cell.probs), cell.device),
         }
 

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from parallel_cells import Cell, clock, find_route, sync
 
-from samebits.parallel import exchanged, held, layer, route
+from samebits.parallel import departure, exchanged, held, layer, route
 
 # (label, owner, attribute): indented ones run within the one above.
 PHASES = (
     ("checks", layer, "checked"),
     ("depart", exchanged, "depart"),
-    ("  sort", route, "sort"),
-    ("  gather of counts", route, "_gather"),
+    ("  sort", departure, "sort"),
+    ("  gather of counts", departure, "_gather"),
     ("permute", exchanged, "permute"),
-    ("wait and counts", route.Departure, "route"),
+    ("wait and counts", departure.Departure, "route"),
     ("out", route.Route, "go"),
     ("arrived", exchanged.Exchanged, "_arrived"),
     ("experts", held.HeldExperts, "forward"),
@@ -189,7 +189,7 @@ def singly(cell):
     told = mine.new_empty(cell.size * mine.shape[0])
 
     def gather():
-        route._gather(told, mine, group=cell.ranks.group)
+        departure._gather(told, mine, group=cell.ranks.group)
 
     def gather_and_wait():
         gather()
@@ -200,7 +200,7 @@ def singly(cell):
         "gather of counts": gather,
         "gather of counts, waited for": gather_and_wait,
         "route": lambda: find_route(cell.ranks, cell.ids),
-        "go": lambda: route_.go(rows),
+        "go": lambda: route_.go(rows, keep=False),
         "go, on a stream of NCCL's": lambda: go_elsewhere(cell, rows),
         "layer": cell.layer,
         "compute": cell.compute,
@@ -213,9 +213,9 @@ def singly(cell):
     }
 
 
-def profile_cell(shape, tokens, device, group):
+def profile_cell(shape, tokens, device, group, transport):
     """Return everything about one cell; collective."""
-    cell = Cell(shape, tokens, device, group)
+    cell = Cell(shape, tokens, device, group, transport)
     with torch.no_grad():
         found = {"forward": profile_pass(cell.layer, device), "singly": singly(cell)}
     cell.grad(True)
@@ -225,7 +225,8 @@ def profile_cell(shape, tokens, device, group):
         cell.layer().backward(cell.dout)
 
     found["step"] = profile_pass(step, device)
-    return {"shape": shape, "tokens": tokens, "rank": cell.ranks.rank, **found}
+    about = {"shape": shape, "tokens": tokens, "transport": transport, "rank": cell.ranks.rank}
+    return about | found
 
 
 def profile_pass(function, device):

@@ -8,6 +8,7 @@ one-rank run. A program returns what differs. The same programs run on CPU (gloo
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -24,7 +25,7 @@ from samebits import (
     grouped_experts,
 )
 from samebits.formats import Parameters, WeightFormat, quantize
-from samebits.parallel import Capacity, Ranks, combine, dispatch, parallel_experts, route
+from samebits.parallel import Capacity, Ranks, combine, departure, dispatch, parallel_experts, route
 
 PARAMETERS = ("gate_up", "down", "gate_up_bias", "down_bias")
 _PLAIN = Activation()
@@ -48,6 +49,7 @@ class Case:
     out_dtype: torch.dtype | None = None
     # Rows of a buffer; None exchanges counts.
     capacity: int | None = None
+    transport: str = "torch"
     # "random" (a tenth of the slots dropped), or the id of the expert that gets every slot.
     ids: str | int = "random"
     # Tokens of each rank that are valid; None means all, and gives no count.
@@ -147,7 +149,7 @@ def one_rank(case: Case, given: Tensors, layout: Layout = _HALVES) -> Tensors:
 
 def ranks_of(case: Case, group: dist.ProcessGroup, device: torch.device) -> Ranks:
     capacity = None if case.capacity is None else Capacity(case.capacity, device)
-    return Ranks(group, case.bounds, capacity)
+    return Ranks(group, case.bounds, capacity, case.transport)
 
 
 def over_ranks(case: Case, given: Tensors, ranks: Ranks) -> Tensors:
@@ -235,7 +237,7 @@ def same_bits_with_room(cases: list[Case]) -> list[str]:
     """Return the same where more rows arrive than were sent: NaN, as all that nobody wrote."""
     torch.use_deterministic_algorithms(True)
     try:
-        with patch.object(route, "room_for", lambda rows: rows + 5):
+        with patch.object(departure, "room_for", lambda rows: rows + 5):
             return same_bits(cases)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -418,12 +420,12 @@ def leave_before_rows(rank: int) -> None:
     """End ``rank`` after the counts were told and before its rows leave."""
     go = route.Route.go
 
-    def gone(self: route.Route, rows: Tensor, fill: float | None = 0.0) -> Tensor:
+    def gone(self: route.Route, rows: Tensor, *arguments: Any, **options: Any) -> Tensor:
         if dist.get_rank() == rank:
             import os
 
             os._exit(1)
-        return go(self, rows, fill)
+        return go(self, rows, *arguments, **options)
 
     case = Case(tokens=(2,) * dist.get_world_size(), bounds=(0, 2, 4))
     device = torch.device("cpu")

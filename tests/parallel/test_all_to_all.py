@@ -260,7 +260,7 @@ def test_what_ranks_refuse(two_ranks: Processes) -> None:
         assert messages == [
             "bounds must ascend from 0, 2 + 1 of them for a group of 2 ranks, got (0, 4)",
             "bounds must ascend from 0, 2 + 1 of them for a group of 2 ranks, got (0, 5, 4)",
-            "unknown transport 'nvshmem'; expected one of 'deep_ep', 'torch'",
+            "unknown transport 'nvshmem'; expected one of 'deep_ep', 'torch', 'window'",
             DEEP_EP,
             f"weights must hold the 2 experts range({2 * rank}, {2 * rank + 2}), got 4",
         ]

@@ -13,8 +13,9 @@ from samebits.arguments import require_type
 from samebits.errors import UnsupportedError, must
 from samebits.ops.permute import combine as combine_rows
 from samebits.ops.permute import permute
+from samebits.parallel.departure import depart, wrong_ids
 from samebits.parallel.ranks import Ranks
-from samebits.parallel.route import Route, depart, wrong_ids
+from samebits.parallel.route import Route
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 
@@ -96,7 +97,7 @@ def dispatch_agreed(
         num_valid_tokens=num_valid_tokens,
         wishes=0,
         agreement=f"{agreement}|{placement}|H={x.shape[1]}|{x.dtype}|{probs.dtype}|{ranks.bounds}"
-        f"|{ranks.capacity}",
+        f"|{ranks.capacity}|{ranks.transport}",
         wrong=wrong,
     )
     on_input = placement == ProbPlacement.FC1_INPUT

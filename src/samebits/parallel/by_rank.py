@@ -18,9 +18,9 @@ from samebits.experts import experts
 from samebits.formats.weights import Parameters
 from samebits.ops.permute import permute
 from samebits.parallel.all_to_all import combine, dispatch_agreed, send
+from samebits.parallel.departure import wrong_ids
 from samebits.parallel.exchange import on_device, take
 from samebits.parallel.ranks import Ranks
-from samebits.parallel.route import wrong_ids
 from samebits.problem import ProbPlacement
 from samebits.routing import Routing
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from samebits.backends.call import DIFFERENTIABLE, Call, Gradients
 from samebits.backends.options import Options
 from samebits.parallel.copies import combine, permute
+from samebits.parallel.departure import depart, wrong_ids
 from samebits.parallel.exchange import take
 from samebits.parallel.held import Local
 from samebits.parallel.ranks import Ranks
-from samebits.parallel.route import Route, depart, wrong_ids
+from samebits.parallel.route import Route
 from samebits.problem import ProbPlacement
 
 # What a rank may want of the others: a backward pass, gradients of x and of the probabilities.
@@ -48,7 +49,8 @@ def set_out(
     with torch.no_grad():
         rows = permute(call.x, leaving.metadata.inverse, leaving.topk, probs)
     route = leaving.route(roomy=True)
-    return route, route.go(rows, None)
+    # A backward needs them again.
+    return route, route.go(rows, None, keep=bool(route.wishes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +82,7 @@ class Exchanged:
         there = self._arrived(call, rows, self._probs(call) if on_hidden else None)
         y, z = self.local.forward(there, save=save)
         out = combine(
-            route.back(y),
+            route.back(y, keep=False),
             route.inverse,
             route.topk,
             placed.get(ProbPlacement.FC2_OUTPUT),
@@ -98,15 +100,19 @@ class Exchanged:
         route, on_input = self.route, self.options.placement == ProbPlacement.FC1_INPUT
         if self.options.backend != "reference":
             dout = dout.to(call.x.dtype)
-        dout = route.go(permute(dout.contiguous(), route.inverse, route.topk), None)
-        there = self._arrived(call, rows, None if on_input else self._probs(call))
+        probs = None if on_input else self._probs(call)
+        dout = permute(dout.contiguous(), route.inverse, route.topk)
+        dout = route.go(dout, None, keep=self.local.keeps)
+        there = self._arrived(call, rows, probs)
         x_travels = bool(route.wishes & (X | PROBS if on_input else X))
         probs_travel = bool(route.wishes & PROBS) and not on_input
         local = {**wanted, "x": x_travels, "topk_probs": probs_travel}
         grads = self.local.backward(there, z, dout, [local[n] for n in DIFFERENTIABLE])
         dx, dprobs = grads.x, None
         if dx is not None:
-            dx, dprobs = self._input_gradients(call, route.back(dx), wanted["topk_probs"])
+            dx, dprobs = self._input_gradients(
+                call, route.back(dx, keep=False), wanted["topk_probs"]
+            )
         if grads.topk_probs is not None:
             back = route.back(grads.topk_probs)
             dprobs = take(back, route.inverse, 0.0).view(call.topk_probs.shape)

@@ -21,6 +21,10 @@ class Local(Protocol):
     # On a CPU too, the probability of a scaled input has sums of 64 columns as gradient.
     in_blocks: ClassVar[bool]
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the gradient of what arrived is read after ``backward``."""
+
     def forward(self, there: Call, *, save: bool) -> tuple[Tensor, Tensor]:
         """Return ``(y, z)``, y ``(A, H)`` or this rank's columns of it."""
 
@@ -41,6 +45,11 @@ class HeldExperts:
     options: Options
     recompute: bool = False
     destination: Destination | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """See ``Local``."""
+        return self.destination is not None and self.destination.policy.delayed
 
     def _inner(self) -> Options:
         on_input = self.options.placement == ProbPlacement.FC1_INPUT

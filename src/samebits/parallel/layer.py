@@ -130,7 +130,7 @@ def run_over_ranks(
     room = "counts" if ranks.capacity is None else ranks.capacity.rows
     agreement = (
         f"{options.text()}|H={call.x.shape[1]}|{call.gate_up.shape[1]} columns|{given}"
-        f"|{call.x.dtype}|{call.topk_probs.dtype}|{ranks.bounds}|{room}|{agreement}"
+        f"|{call.x.dtype}|{call.topk_probs.dtype}|{ranks.bounds}|{room}|{ranks.transport}|{agreement}"
     )
     if torch.compiler.is_compiling() and isinstance(local, HeldExperts):
         recorded = any(t.requires_grad for t in _tensors_of(call).values())

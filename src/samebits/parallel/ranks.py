@@ -103,12 +103,13 @@ class Ranks:
         bounds: First expert of each rank, and N at the end; equal for all ranks.
         capacity: None exchanges counts first and waits for them (exact, any imbalance); otherwise
             buffers have a fixed size and nothing waits for the device (CUDA graphs).
-        transport: What moves rows: "torch", the group's own all-to-all.
+        transport: What moves rows: "torch", the group's own all-to-all; "window", stores to the
+            memory of the other GPUs of one host (counts still take the group).
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: ``bounds`` do not ascend from 0, or are not one more than the ranks.
-        UnsupportedError: ``transport`` is "deep_ep".
+        UnsupportedError: ``transport`` is "deep_ep", or "window" with a capacity.
     """
 
     group: dist.ProcessGroup
@@ -124,9 +125,11 @@ class Ranks:
         require_type("bounds", self.bounds, tuple)
         if self.capacity is not None:
             require_type("capacity", self.capacity, Capacity)
-        require_name("transport", self.transport, ("torch", "deep_ep"))
+        require_name("transport", self.transport, ("torch", "window", "deep_ep"))
         if self.transport == "deep_ep":
             raise UnsupportedError(_DEEP_EP)
+        if self.transport == "window" and self.capacity is not None:
+            raise UnsupportedError("transport 'window' exchanges counts: it takes no capacity")
         object.__setattr__(self, "rank", dist.get_rank(self.group))
         object.__setattr__(self, "size", dist.get_world_size(self.group))
         for bound in self.bounds:
@@ -141,11 +144,16 @@ class Ranks:
 
     @staticmethod
     def of(
-        group: dist.ProcessGroup, num_experts: int, *, capacity: Capacity | None = None
+        group: dist.ProcessGroup,
+        num_experts: int,
+        *,
+        capacity: Capacity | None = None,
+        transport: str = "torch",
     ) -> "Ranks":
         """Return ranks with the experts spread by ``expert_bounds``."""
         require_type("group", group, dist.ProcessGroup)
-        return Ranks(group, expert_bounds(num_experts, dist.get_world_size(group)), capacity)
+        bounds = expert_bounds(num_experts, dist.get_world_size(group))
+        return Ranks(group, bounds, capacity, transport)
 
     @property
     def num_experts(self) -> int:
@@ -175,6 +183,8 @@ class Ranks:
             ValueError: Another rank has other bounds, or another capacity.
         """
         mine = f"Ranks(bounds={self.bounds}, capacity={self.capacity})"
+        if self.transport != "torch":
+            mine = f"{mine[:-1]}, transport={self.transport})"
         require_alike("ranks", mine, mine, self.group, device)
 
     def check(self) -> None:

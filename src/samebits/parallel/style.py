@@ -38,13 +38,14 @@ class ExpertParallel(ParallelStyle):
 
     Args:
         capacity: None exchanges counts, exactly; see ``Capacity`` for buffers of a fixed size.
+        transport: What moves rows; see ``Ranks``.
     """
 
-    def __init__(self, *, capacity: Capacity | None = None) -> None:
+    def __init__(self, *, capacity: Capacity | None = None, transport: str = "torch") -> None:
         super().__init__()
         if capacity is not None:
             require_type("capacity", capacity, Capacity)
-        self.capacity = capacity
+        self.capacity, self.transport = capacity, transport
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _require_kind(module)
@@ -55,7 +56,12 @@ class ExpertParallel(ParallelStyle):
             raise ValueError(must("device_mesh", rule, device_mesh.ndim))
         held: Any = module
         require_whole(module)
-        ranks = Ranks.of(device_mesh.get_group(), held.num_experts, capacity=self.capacity)
+        ranks = Ranks.of(
+            device_mesh.get_group(),
+            held.num_experts,
+            capacity=self.capacity,
+            transport=self.transport,
+        )
         device = torch.device(device_mesh.device_type)
         ranks.agree(device)
         agree(module, ranks.group, device)

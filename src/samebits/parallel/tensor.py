@@ -166,6 +166,7 @@ class CutExperts:
     """What a rank computes on arrivals where each expert is cut besides; see ``held.Local``."""
 
     in_blocks: ClassVar[bool] = True
+    keeps: ClassVar[bool] = False
 
     passes: CutPasses
     recompute: bool

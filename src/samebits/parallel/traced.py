@@ -17,10 +17,11 @@ from samebits.autograd import laid_out
 from samebits.backends.call import DIFFERENTIABLE, INPUTS, Call
 from samebits.backends.operator import outside_autocast
 from samebits.backends.options import Options
+from samebits.parallel.departure import INFERENCE
 from samebits.parallel.exchanged import EVERYTHING, Exchanged, set_out
 from samebits.parallel.held import HeldExperts
 from samebits.parallel.ranks import Capacity, Ranks
-from samebits.parallel.route import INFERENCE, Route
+from samebits.parallel.route import Route
 
 
 class _Way(NamedTuple):

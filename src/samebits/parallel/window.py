@@ -1,0 +1,143 @@
+"""Rows written straight into the memory of the other GPUs of a host: a transport without NCCL.
+
+Each rank has one window, which the others write to. A barrier on the devices before anything is
+written says that everybody has read what lay there, one behind it that everything has arrived: what
+comes back is to be read before the next exchange of the group, or copied.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samebits.errors import UnsupportedError
+from samebits.parallel.exchange import room_for
+
+# ms for which a device waits for another one.
+_PATIENCE = 600_000
+
+
+class Memory(NamedTuple):
+    """Bytes of every rank, as this one sees them, and how their streams wait for each other."""
+
+    # (bytes,) uint8 each.
+    of_rank: list[Tensor]
+    # Makes the stream at hand wait until that of every other rank is as far.
+    barrier: Callable[[], None]
+
+
+class Way(NamedTuple):
+    """Where rows of one routing lie in the windows of the ranks."""
+
+    window: "Window"
+    # The place of this rank's first row among the arrivals of each rank, and of what it sends back
+    # among the rows of each rank.
+    there: list[int]
+    home: list[int]
+    # The most rows that a rank gets on either way.
+    most: int
+
+
+class Window:
+    """The memory of a group through which its rows travel; grows, on every rank alike."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._rank = dist.get_rank(group)
+        self._memory: Memory | None = None
+        self._bytes = 0
+
+    def exchange(
+        self,
+        rows: Tensor,
+        sent: list[int],
+        starts: list[int],
+        total: int,
+        most: int,
+        keep: bool,
+    ) -> Tensor:
+        """Write ``sent[r]`` rows to rank r; return the first ``total`` rows written here.
+
+        Args:
+            rows: ``(…, H)``, those for rank 0 first.
+            sent: How many go to each rank.
+            starts: The place of the first of them in each rank's window.
+            total: How many to return.
+            most: The most that any rank gets; the same on every rank, as is the size of a row.
+            keep: They are read after the group's next exchange.
+
+        Determinism: exact copies.
+        """
+        rows = rows.contiguous()
+        self._grow(room_for(most) * rows.shape[1] * rows.element_size())
+        assert self._memory is not None
+        of_rank, barrier = self._memory
+        views = [_rows_of(memory, rows) for memory in of_rank]
+        ends = [sum(sent[: rank + 1]) for rank in range(len(sent))]
+        barrier()
+        # Everybody begins with another one.
+        for step in range(len(sent)):
+            rank = (self._rank + 1 + step) % len(sent)
+            count = sent[rank]
+            if count:
+                target = views[rank][starts[rank] : starts[rank] + count]
+                target.copy_(rows[ends[rank] - count : ends[rank]])
+        barrier()
+        arrived = views[self._rank][:total]
+        if arrived.shape[0] == total:
+            return arrived.clone() if keep else arrived
+        # Rows of dropped slots, for which the ranks have not made room.
+        out = rows.new_empty(total, *rows.shape[1:])
+        out[: arrived.shape[0]] = arrived
+        return out
+
+    def _grow(self, size: int) -> None:
+        if size > self._bytes:
+            # A quarter more: each time all ranks wait for one another.
+            self._bytes = size + size // 4
+            self._memory = None
+            self._memory = open_memory(self._group, self._device, self._bytes)
+
+
+def _rows_of(memory: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows like ``rows`` for which there is room."""
+    width = rows.shape[1] * rows.element_size()
+    count = memory.shape[0] // width
+    return memory[: count * width].view(rows.dtype).view(count, rows.shape[1])
+
+
+@lru_cache(maxsize=16)
+def window_of(group: dist.ProcessGroup, device: torch.device) -> Window:
+    """Return the one window of a group, which all its layers use in turn.
+
+    Determinism: no arithmetic.
+    """
+    return Window(group, device)
+
+
+def open_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> Memory:
+    """Return memory of ``size`` bytes of every rank; a collective that waits.
+
+    Raises:
+        UnsupportedError: The device is no GPU.
+
+    Determinism: no arithmetic.
+    """
+    if device.type != "cuda":
+        raise UnsupportedError(
+            f"transport 'window' writes to GPUs of one host, not to {device.type}; "
+            "hint: transport='torch'"
+        )
+    import torch.distributed._symmetric_memory as symmetric
+
+    own = symmetric.empty(size, dtype=torch.uint8, device=device)
+    handle: Any = symmetric.rendezvous(own, group)
+    of_rank = [
+        own if rank == handle.rank else handle.get_buffer(rank, (size,), torch.uint8)
+        for rank in range(handle.world_size)
+    ]
+    # The timeout keeps a dead rank from stopping the others for ever.
+    return Memory(of_rank, lambda: handle.barrier(0, _PATIENCE))

@@ -1,0 +1,43 @@
+"""Windows of ranks on a CPU: files that every process maps stand for the memory of GPUs."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rank_programs import Case, repeated_calls, same_bits, same_bits_composed
+from samebits.parallel import window
+
+
+def mapped(group: dist.ProcessGroup, _device: torch.device, size: int) -> window.Memory:
+    """Return files of every rank as memory; a collective."""
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(folder, group=group, group_src=0)
+
+    def of_rank(rank: int) -> Tensor:
+        name = str(Path(folder[0]) / str(rank))
+        return torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+
+    own = of_rank(dist.get_rank(group))
+    # Whatever is read before it was written is NaN, and no expert.
+    own.fill_(255)
+    dist.barrier(group)
+    ranks = range(dist.get_world_size(group))
+    return window.Memory([of_rank(rank) for rank in ranks], lambda: dist.barrier(group))
+
+
+def through_windows(cases: list[Case]) -> list[str]:
+    """Return what differs from the one-rank run, in layers and in their parts."""
+    with patch.object(window, "open_memory", mapped):
+        window.window_of.cache_clear()
+        wrong = same_bits(cases)
+        whole = [case for case in cases if case.wanted is None]
+        wrong += repeated_calls(whole[:3])
+        # The expert code of a caller wants experts.
+        wrong += same_bits_composed([c for c in whole if len(set(c.bounds)) == len(c.bounds)])
+    window.window_of.cache_clear()
+    return wrong

@@ -126,7 +126,8 @@ def tables():
     steps = plain_cells(TRAINING, training)
     counts = {tokens for _, tokens in layer}
     groups = {"all": counts, "T = 16 and 64": {16, 64}, "T ≥ 4096": {4096, 16384}}
-    of_steps = {"all": {t for _, t in steps}} | {f"T = {t}": {t} for t in (256, 1024, 4096, 16384)}
+    of_steps = {"all": {t for _, t in steps}}
+    of_steps |= {f"T = {t}": {t} for t in sorted({t for _, t in steps})}
     return {
         "layer": by_tokens(layer, lambda c: f"{c['ours']:#.3g} ({c['floor_ms'] / c['ours']:.2f})"),
         "layer-beside-torch": by_tokens(

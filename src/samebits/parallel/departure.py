@@ -84,6 +84,9 @@ class Departure:
         # Until the counts are known the device has time, and the host: for a quarter more arrivals
         # than rows that leave, most often enough.
         early = experts_of_arrivals(offsets, room_for(slots.shape[0] * 5 // 4))
+        tokens = None
+        if ranks.transport == "window":
+            tokens = torch.div(slots, self.topk, rounding_mode="floor")
         if self.copied is not None:
             # The one wait of the host, for what the device did before ``depart`` ended.
             self.copied.synchronize()
@@ -93,13 +96,13 @@ class Departure:
         sent = [after - bound for bound, after in pairwise(mine)]
         received = [after - bound for bound, after in zip(starts, stops, strict=True)]
         arriving = room_for(sum(received)) if roomy else sum(received)
-        way = self._way(start) if ranks.transport == "window" else None
+        way = None if tokens is None else self._way(start, tokens)
         return Route(
             ranks, slots, inverse, self.topk, arriving, wished, sent, received, offsets,
             early=early, way=way,
         )  # fmt: skip
 
-    def _way(self, start: int) -> Way:
+    def _way(self, start: int, tokens: Tensor) -> Way:
         """Return where rows lie in the windows of all ranks, whose first offset is ``start``."""
         ranks = self.ranks
         columns = _on_host(tuple(start + bound for bound in ranks.bounds))
@@ -110,7 +113,7 @@ class Departure:
         home = [line[ranks.rank] for line in firsts]
         most = max(*(line[-1] for line in firsts), *map(sum, zip(*counts, strict=True)))
         window = window_of(ranks.group, self.told.device)
-        return Way(window, there or [0] * ranks.size, home, most)
+        return Way(window, there or [0] * ranks.size, home, most, tokens)
 
     def _hear(self, first: int, last: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """Return what any rank wishes, and each one's first and last row for this rank."""

@@ -44,13 +44,17 @@ def set_out(
         agreement=agreement,
         wrong=wrong_ids(call.topk_ids, ranks.num_experts, call.num_valid_tokens),
     )
-    # Before the wait for counts, which it does not need.
-    probs = call.topk_probs if placement == ProbPlacement.FC1_INPUT else None
+    on_input = placement == ProbPlacement.FC1_INPUT
     with torch.no_grad():
+        if ranks.transport == "window" and not on_input:
+            route = leaving.route(roomy=True)
+            return route, route.go_from(call.x, keep=bool(route.wishes), settled=True)
+        # Before the wait for counts, which it does not need.
+        probs = call.topk_probs if on_input else None
         rows = permute(call.x, leaving.metadata.inverse, leaving.topk, probs)
-    route = leaving.route(roomy=True)
-    # A backward needs them again.
-    return route, route.go(rows, None, keep=bool(route.wishes))
+        route = leaving.route(roomy=True)
+        # A backward needs them again.
+        return route, route.go(rows, None, keep=bool(route.wishes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +105,10 @@ class Exchanged:
         if self.options.backend != "reference":
             dout = dout.to(call.x.dtype)
         probs = None if on_input else self._probs(call)
-        dout = permute(dout.contiguous(), route.inverse, route.topk)
-        dout = route.go(dout, None, keep=self.local.keeps)
+        if route.way is not None:
+            dout = route.go_from(dout, keep=self.local.keeps)
+        else:
+            dout = route.go(permute(dout.contiguous(), route.inverse, route.topk), None)
         there = self._arrived(call, rows, probs)
         x_travels = bool(route.wishes & (X | PROBS if on_input else X))
         probs_travel = bool(route.wishes & PROBS) and not on_input

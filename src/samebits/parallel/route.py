@@ -65,11 +65,24 @@ class Route:
         Determinism: exact copies.
         """
         if self.way is not None and rows.dim() == 2:
-            window, there, _, most = self.way
-            return window.exchange(rows, self.sent, there, self.arriving, most, keep)
+            window, there, _, most, _ = self.way
+            return window.exchange(rows, self.sent, there, self.arriving, most, keep=keep)
         if self.rows is not None:
             rows = take(rows, self.rows, fill)
         return exchange(rows, self.sent, self.received, self.ranks.group, self.arriving)
+
+    def go_from(self, x: Tensor, *, keep: bool, settled: bool = False) -> Tensor:
+        """Return what ``go`` returns for the rows that tokens ``x`` ``(T, H)`` make; a collective.
+
+        Only with a window; ``settled`` is the window's.
+
+        Determinism: exact copies.
+        """
+        assert self.way is not None
+        window, there, _, most, tokens = self.way
+        return window.exchange(
+            x, self.sent, there, self.arriving, most, keep=keep, index=tokens, settled=settled
+        )
 
     def back(self, arrivals: Tensor, *, keep: bool = True) -> Tensor:
         """Return ``(R, …)`` for what was made of each arrival; a collective.
@@ -80,8 +93,9 @@ class Route:
         """
         sent, received, group = self.sent, self.received, self.ranks.group
         if self.way is not None and arrivals.dim() == 2:
-            window, _, home, most = self.way
-            return window.exchange(arrivals, received, home, self.inverse.shape[0], most, keep)
+            window, _, home, most, _ = self.way
+            total = self.inverse.shape[0]
+            return window.exchange(arrivals, received, home, total, most, keep=keep)
         if self.places is None:
             total = self.inverse.shape[0]
             return exchange(arrivals, received, sent, group, total)

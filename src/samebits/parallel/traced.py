@@ -40,7 +40,7 @@ class _Way(NamedTuple):
 _TENSORS = ", ".join(
     f"Tensor{'?' if place > 4 else ''} {name}" for place, name in enumerate(Call._fields[:INPUTS])
 )
-_RANKS = "str options, str group, int[] bounds, int capacity"
+_RANKS = "str options, str group, int[] bounds, int capacity, str transport"
 _WAY = ", ".join(f"Tensor way_{name}" for name in _Way._fields)
 # What a forward returns: the output, the arrivals, z, and the way.
 _OUTPUTS = 3 + len(_Way._fields)
@@ -80,7 +80,8 @@ def trace(call: Call, ranks: Ranks, local: HeldExperts, save: bool, agreement: s
     """
     capacity = 0 if ranks.capacity is None else ranks.capacity.rows
     overflow = None if ranks.capacity is None else ranks.capacity.overflow
-    about = (local.options.text(), ranks.group.group_name, list(ranks.bounds), capacity)
+    name, bounds = ranks.group.group_name, list(ranks.bounds)
+    about = (local.options.text(), name, bounds, capacity, ranks.transport)
     tensors = (*call[:INPUTS], overflow)
     if not save:
         return torch.ops.samebits.parallel_inference(*tensors, *about, agreement)  # type: ignore[no-any-return]
@@ -120,13 +121,15 @@ def _call_of(arguments: tuple[Any, ...], others: int) -> tuple[Call, tuple[Any, 
 
 
 @lru_cache(maxsize=64)
-def _ranks(group: dist.ProcessGroup, bounds: tuple[int, ...]) -> Ranks:
-    return Ranks(group, bounds)
+def _ranks(group: dist.ProcessGroup, bounds: tuple[int, ...], transport: str) -> Ranks:
+    return Ranks(group, bounds, transport=transport)
 
 
-def _ranks_of(group: str, bounds: list[int], capacity: int, overflow: Tensor | None) -> Ranks:
+def _ranks_of(
+    group: str, bounds: list[int], capacity: int, transport: str, overflow: Tensor | None
+) -> Ranks:
     name: Any = group
-    found = _ranks(_resolve_process_group(name), tuple(bounds))
+    found = _ranks(_resolve_process_group(name), tuple(bounds), transport)
     if overflow is None:
         return found
     room = Capacity(capacity, "meta")
@@ -136,9 +139,9 @@ def _ranks_of(group: str, bounds: list[int], capacity: int, overflow: Tensor | N
 
 @torch.library.impl("samebits::parallel_inference", "CompositeExplicitAutograd")
 def _inference(*arguments: Any) -> Tensor:
-    call, (text, group, bounds, capacity, agreement) = _call_of(arguments, 5)
+    call, (text, group, bounds, capacity, transport, agreement) = _call_of(arguments, 6)
     options = Options.parse(text)
-    ranks = _ranks_of(group, bounds, capacity, arguments[INPUTS])
+    ranks = _ranks_of(group, bounds, capacity, transport, arguments[INPUTS])
     with outside_autocast(call.x.device):
         route, rows = set_out(call, options.placement, ranks, INFERENCE, agreement)
         layer = Exchanged(route, options, HeldExperts(options))
@@ -147,16 +150,16 @@ def _inference(*arguments: Any) -> Tensor:
 
 @torch.library.register_fake("samebits::parallel_inference")  # type: ignore[untyped-decorator]
 def _inference_fake(*arguments: Any) -> Tensor:
-    call, (text, *_) = _call_of(arguments, 5)
+    call, (text, *_) = _call_of(arguments, 6)
     out_dtype = Options.parse(text).out_dtype
     return call.x.new_empty(call.x.shape, dtype=call.x.dtype if out_dtype is None else out_dtype)
 
 
 @torch.library.impl("samebits::parallel_forward", "CompositeExplicitAutograd")
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    call, (text, group, bounds, capacity, agreement, recompute) = _call_of(arguments, 6)
+    call, (text, group, bounds, capacity, transport, agreement, recompute) = _call_of(arguments, 7)
     options = Options.parse(text)
-    ranks = _ranks_of(group, bounds, capacity, arguments[INPUTS])
+    ranks = _ranks_of(group, bounds, capacity, transport, arguments[INPUTS])
     with outside_autocast(call.x.device):
         route, rows = set_out(call, options.placement, ranks, EVERYTHING, agreement)
         layer = Exchanged(route, options, HeldExperts(options, recompute))
@@ -170,7 +173,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 @torch.library.register_fake("samebits::parallel_forward")  # type: ignore[untyped-decorator]
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    call, (text, _, bounds, capacity, _, recompute) = _call_of(arguments, 6)
+    call, (text, _, bounds, capacity, _, _, recompute) = _call_of(arguments, 7)
     size, total = len(bounds) - 1, call.topk_ids.shape[0] * call.topk_ids.shape[1]
     arriving, held = size * capacity, call.down.shape[0]
     out_dtype = Options.parse(text).out_dtype
@@ -195,8 +198,8 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     call, (rows, z) = Call(*arguments[:INPUTS]), arguments[INPUTS : INPUTS + 2]
     way = _Way(*arguments[INPUTS + 2 : INPUTS + _OUTPUTS - 1])
-    dout, text, group, bounds, capacity, wanted = arguments[INPUTS + _OUTPUTS - 1 :]
-    options, ranks = Options.parse(text), _ranks_of(group, bounds, capacity, None)
+    dout, text, group, bounds, capacity, transport, wanted = arguments[INPUTS + _OUTPUTS - 1 :]
+    options, ranks = Options.parse(text), _ranks_of(group, bounds, capacity, transport, None)
     sizes, topk = [capacity] * ranks.size, call.topk_ids.shape[1]
     route = Route(
         ranks, way.slots, way.inverse, topk, sum(sizes), EVERYTHING, sizes, sizes, way.offsets,

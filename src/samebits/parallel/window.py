@@ -39,6 +39,8 @@ class Way(NamedTuple):
     home: list[int]
     # The most rows that a rank gets on either way.
     most: int
+    # (R,) the token of each row that leaves.
+    tokens: Tensor
 
 
 class Window:
@@ -49,6 +51,8 @@ class Window:
         self._rank = dist.get_rank(group)
         self._memory: Memory | None = None
         self._bytes = 0
+        # Of a dtype and a width, the rows of each rank for which there is room.
+        self._rows: dict[tuple[torch.dtype, int], list[Tensor]] = {}
 
     def exchange(
         self,
@@ -57,7 +61,10 @@ class Window:
         starts: list[int],
         total: int,
         most: int,
+        *,
         keep: bool,
+        index: Tensor | None = None,
+        settled: bool = False,
     ) -> Tensor:
         """Write ``sent[r]`` rows to rank r; return the first ``total`` rows written here.
 
@@ -68,24 +75,31 @@ class Window:
             total: How many to return.
             most: The most that any rank gets; the same on every rank, as is the size of a row.
             keep: They are read after the group's next exchange.
+            index: Which of ``rows`` to send, in the order in which they leave; None for all.
+            settled: The ranks have met since the last exchange was read.
 
         Determinism: exact copies.
         """
         rows = rows.contiguous()
         self._grow(room_for(most) * rows.shape[1] * rows.element_size())
         assert self._memory is not None
-        of_rank, barrier = self._memory
-        views = [_rows_of(memory, rows) for memory in of_rank]
-        ends = [sum(sent[: rank + 1]) for rank in range(len(sent))]
-        barrier()
+        if (rows.dtype, rows.shape[1]) not in self._rows:
+            views = [_rows_of(memory, rows) for memory in self._memory.of_rank]
+            self._rows[rows.dtype, rows.shape[1]] = views
+        views = self._rows[rows.dtype, rows.shape[1]]
+        if not settled:
+            self._memory.barrier()
         # Everybody begins with another one.
         for step in range(len(sent)):
             rank = (self._rank + 1 + step) % len(sent)
-            count = sent[rank]
+            first, count = sum(sent[:rank]), sent[rank]
             if count:
                 target = views[rank][starts[rank] : starts[rank] + count]
-                target.copy_(rows[ends[rank] - count : ends[rank]])
-        barrier()
+                if index is None:
+                    target.copy_(rows[first : first + count])
+                else:
+                    torch.index_select(rows, 0, index[first : first + count], out=target)
+        self._memory.barrier()
         arrived = views[self._rank][:total]
         if arrived.shape[0] == total:
             return arrived.clone() if keep else arrived
@@ -98,7 +112,10 @@ class Window:
         if size > self._bytes:
             # A quarter more: each time all ranks wait for one another.
             self._bytes = size + size // 4
-            self._memory = None
+            if self._memory is not None and self._device.type == "cuda":
+                # Nobody writes to it any more, once what was read of it has been.
+                torch.cuda.synchronize(self._device)
+            self._rows, self._memory = {}, None
             self._memory = open_memory(self._group, self._device, self._bytes)
 
 

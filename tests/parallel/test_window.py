@@ -8,7 +8,7 @@ import torch
 from rank_processes import Processes
 from rank_programs import Case
 from samebits import ProbPlacement
-from window_programs import through_windows
+from window_programs import refused, through_windows
 
 pytestmark = pytest.mark.distributed
 
@@ -40,3 +40,16 @@ def test_more_ranks_and_some_without_tokens_or_experts(four_ranks: Processes) ->
     ]
 
     assert [line for lines in four_ranks.run(through_windows, cases) for line in lines] == []
+
+
+def test_what_is_refused(two_ranks: Processes) -> None:
+    assert (
+        two_ranks.run(refused)
+        == [
+            [
+                "transport 'window' exchanges counts: it takes no capacity",
+                "transport 'window' writes to GPUs of one host, not to cpu\nhint: transport='torch'",
+            ]
+        ]
+        * 2
+    )

@@ -8,9 +8,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from rank_programs import Case, repeated_calls, same_bits, same_bits_composed
-from samebits.parallel import window
+from samebits import Routing
+from samebits.nn import Experts
+from samebits.parallel import Capacity, ExpertParallel, Ranks, window
 
 
 def mapped(group: dist.ProcessGroup, _device: torch.device, size: int) -> window.Memory:
@@ -41,3 +45,22 @@ def through_windows(cases: list[Case]) -> list[str]:
         wrong += same_bits_composed([c for c in whole if len(set(c.bounds)) == len(c.bounds)])
     window.window_of.cache_clear()
     return wrong
+
+
+def refused() -> list[str]:
+    """Return the errors of windows with a capacity, and on a CPU."""
+    group, size = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
+    module = Experts(num_experts=4, hidden_size=8, intermediate_size=8)
+    parallelize_module(module, init_device_mesh("cpu", (size,)), ExpertParallel(transport="window"))
+    ids, probs = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    messages = []
+    for attempt in (
+        lambda: Ranks.of(group, 4, capacity=Capacity(2, "cpu"), transport="window"),
+        lambda: module(torch.zeros(2, 8), Routing(ids, probs)),
+    ):
+        try:
+            attempt()
+        except NotImplementedError as error:
+            messages.append(str(error))
+    return messages

@@ -145,7 +145,7 @@ def open_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> Me
     """
     if device.type != "cuda":
         raise UnsupportedError(
-            f"transport 'window' writes to GPUs of one host, not to {device.type}; "
+            f"transport 'window' writes to GPUs of one host, not to {device.type}\n"
             "hint: transport='torch'"
         )
     import torch.distributed._symmetric_memory as symmetric

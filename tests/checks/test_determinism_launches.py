@@ -13,8 +13,8 @@ from host_reads import HostReads
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from samebits.backends import operator
-from samebits.checks.determinism import eight_bits, layers, operations, options
+from samebits.backends import operator, passes, repetition
+from samebits.checks.determinism import calls, eight_bits, layers, operations, options
 from samebits.checks.determinism.command import OURS
 from samebits.checks.determinism.launches import mismatch, observed
 from samebits.checks.determinism.memory import filled
@@ -94,6 +94,16 @@ def test_our_layers_ask_nothing_of_the_host() -> None:
             asked[variant.name] = reads.found
 
     assert asked == {}
+
+
+def test_a_variant_does_not_repeat_what_another_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is repeated by its launches alone is not seen to be launched.
+    monkeypatch.setattr(passes, "_PASSES", {("of another",): "a pass"})
+    monkeypatch.setattr(repetition, "_PLANS", {("of another",): None})
+
+    calls.layer(small(layers.FEW), 4, "fused", CPU)
+
+    assert passes.passes() == repetition.plans() == []
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from samebits.activation import Activation
+from samebits.backends import passes, repetition
 from samebits.experts import experts, grouped_experts
 from samebits.formats.descriptor import WeightFormat
 from samebits.formats.packing import quantize_matrix
@@ -51,6 +52,7 @@ def layer(
         frozen: Weights have no gradient.
         main_grad: Gradients of the two projections are added to fp32 buffers.
     """
+    _forget()
     # Leaves of their own: those of other variants may want a gradient.
     weights = _weights(problem, device).map(Tensor.detach)
     if transposed and isinstance(weights, ExpertWeights):
@@ -88,6 +90,12 @@ def layer(
     return call
 
 
+def _forget() -> None:
+    """Drop what other variants recorded: the first call is to launch all that it needs, seen."""
+    repetition.forget()
+    passes.forget()
+
+
 def _with_main_grad(parameter: Any) -> Tensor:
     """Give a parameter a new buffer that holds something already, and return it."""
     parameter.main_grad = torch.full_like(parameter, 0.5, dtype=torch.float32, requires_grad=False)
@@ -97,6 +105,7 @@ def _with_main_grad(parameter: Any) -> Tensor:
 
 def sorted_rows(problem: Problem, rows: int, backend: str, device: torch.device) -> Call:
     """Return a call of ``grouped_experts``: its output and gradients; the last rows are of none."""
+    _forget()
     weights = _weights(problem, device)
     assert isinstance(weights, ExpertWeights)
     draw = _Draw(device, rows)

@@ -5,7 +5,6 @@ attributes of modules and other objects, closure cells, and globals that the cod
 the functions that it calls in its own package. Tensors are not numbers: a 0-d tensor is safe.
 """
 
-import argparse
 import dataclasses
 import functools
 import inspect
@@ -13,14 +12,24 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
-from samebits.checks.compile.place import Place, attributes, children, kind_of, of_torch
-from samebits.checks.compile.transport import names_used
+from samebits.checks.compile.place import (
+    Place,
+    attributes,
+    children,
+    holds_places,
+    kind_of,
+    of_torch,
+)
+from samebits.checks.compile.reached import is_compiled as is_compiled
+from samebits.checks.compile.reached import mentioned_globals
+from samebits.checks.compile.reached import original as original
 
 _DEEPEST = 6
-_MODULE_OWN = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "_is_torch_compile"}
+_HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
+_MARKS = {"_is_hf_initialized", "_is_torch_compile"}
+_MODULE_OWN = frozenset({*vars(nn.ParameterList()), *_MARKS}) - _HOOKS
 
 
 @dataclasses.dataclass
@@ -37,19 +46,20 @@ class Call:
 
 
 def spell_out(call: Call) -> None:
-    """Add to the arguments every default that is a number, so that it can be varied."""
+    """Add to the arguments every default that is or holds a number, so that it can be varied."""
     try:
         signature = inspect.signature(call.function)
         bound = signature.bind(*call.args, **call.kwargs)
     except (TypeError, ValueError):
         return
     for name, parameter in signature.parameters.items():
-        if name in bound.arguments or not kind_of(parameter.default):
+        default = parameter.default
+        if name in bound.arguments or not (kind_of(default) or holds_places(default)):
             continue
         if parameter.kind is not parameter.POSITIONAL_ONLY:
-            call.kwargs[name] = parameter.default
+            call.kwargs[name] = default
         elif list(signature.parameters)[len(call.args)] == name:
-            call.args.append(parameter.default)
+            call.args.append(default)
 
 
 def leaves(call: Call) -> list[Place]:
@@ -62,26 +72,10 @@ def leaves(call: Call) -> list[Place]:
     if isinstance(original(call.function), functools.partial):
         for name in call.kwargs:  # what is given by name wins
             found.pop(f"target.keywords[{name!r}]", None)
-    for root in _globals(call.function, set()):
+    for root in mentioned_globals(call.function):
         for place in _numbers(root, seen, 0):
             found.setdefault(place.path, place)
     return list(found.values())
-
-
-def original(function: Any) -> Any:
-    """Return the function that ``torch.compile`` retained, or the one given."""
-    while (inner := getattr(function, "_torchdynamo_orig_callable", None)) is not None:
-        function = inner
-    if isinstance(function, torch._dynamo.eval_frame.OptimizedModule):
-        return function._orig_mod
-    return function
-
-
-def is_compiled(function: Any) -> bool:
-    """Return whether ``function`` is itself, or calls in its package, a compiled function."""
-    return original(function) is not function or any(
-        original(other) is not other for other in _reached(function, set())
-    )
 
 
 def argument_name(call: Call, index: int) -> str:
@@ -161,75 +155,3 @@ def _numbers(place: Place, seen: set[int], depth: int) -> Iterator[Place]:
         return
     for child in children(place, skip=_MODULE_OWN if isinstance(value, nn.Module) else frozenset()):
         yield from _numbers(child, seen, depth + 1)
-
-
-def _globals(function: Any, seen: set[int]) -> Iterator[Place]:
-    """Yield the globals that are or hold data, of ``function`` and of what it mentions."""
-    for reached in [function, *_reached(function, seen)]:
-        plain = _plain_function(reached)
-        if plain is None:
-            continue
-        space = plain.__globals__
-        for name in sorted(names_used(plain.__code__)):
-            if name in space and _is_data(space[name], plain):
-                yield Place.of_item(space, name, f"{plain.__module__}.{name}")
-
-
-_DATA = (dict, list, tuple, nn.Module, types.SimpleNamespace, argparse.Namespace)
-
-
-def _is_data(value: Any, user: types.FunctionType) -> bool:
-    """Return whether a global is a number, or an object of options rather than, say, a logger."""
-    if kind_of(value) or isinstance(value, _DATA):
-        return True
-    if callable(value) or isinstance(value, type):
-        return False
-    return dataclasses.is_dataclass(value) or _package(type(value)) == _package(user)
-
-
-def _package(owner: Any) -> str:
-    return str(owner.__module__ or "").partition(".")[0]
-
-
-def _reached(function: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield the functions that ``function`` mentions, directly or not, in its own package."""
-    plain = _plain_function(function)
-    if plain is None or id(plain) in seen:
-        return
-    seen.add(id(plain))
-    package = _package(plain)
-    cells = [_content(cell) for cell in plain.__closure__ or ()]
-    mentioned = [plain.__globals__.get(name) for name in sorted(names_used(plain.__code__))]
-    for value in [*cells, *mentioned]:
-        for other in _functions_of(value):
-            inner = _plain_function(other)
-            if inner is not None and _package(inner) == package:
-                yield other
-                yield from _reached(other, seen)
-
-
-def _functions_of(value: Any) -> list[Any]:
-    if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-        return [value.forward, value.backward]
-    if isinstance(value, nn.Module):
-        return [type(module).forward for module in value.modules()]
-    return [value] if callable(value) and not isinstance(value, type) else []
-
-
-def _plain_function(function: Any) -> types.FunctionType | None:
-    function = original(function)
-    if isinstance(function, functools.partial):
-        return _plain_function(function.func)
-    if isinstance(function, nn.Module):
-        function = type(function).forward
-    if isinstance(function, types.MethodType):
-        function = function.__func__
-    function = inspect.unwrap(function) if isinstance(function, types.FunctionType) else function
-    return function if isinstance(function, types.FunctionType) else None
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None

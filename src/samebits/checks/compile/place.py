@@ -131,12 +131,23 @@ def attributes(place: Place, value: Any, skip: frozenset[str] = frozenset()) -> 
             yield Place.of_attribute(value, name, f"{place.path}.{name}")
 
 
+def holds_places(value: Any) -> bool:
+    """Return whether numbers can be inside a value: a container, or an object with attributes."""
+    return isinstance(value, (dict, list, tuple)) or _open(value)
+
+
+def is_object(value: Any) -> bool:
+    """Return whether a value is an object of a class in Python, also one that can be called."""
+    if isinstance(value, (type, types.ModuleType)) or of_torch(type(value)):
+        return False
+    return not callable(value) or isinstance(type(value).__call__, types.FunctionType)
+
+
 def _open(value: Any) -> bool:
     """Return whether ``value`` is an object whose attributes can be options."""
     if isinstance(value, nn.Module):
         return True
-    data = (type, types.ModuleType, enum.Enum, torch.Tensor, str, bytes)
-    if isinstance(value, data) or callable(value) or of_torch(type(value)):
+    if isinstance(value, (enum.Enum, torch.Tensor, str, bytes)) or not is_object(value):
         return False
     return hasattr(value, "__dict__") or dataclasses.is_dataclass(value) or bool(_slots(value))
 
@@ -151,5 +162,5 @@ def _slots(value: Any) -> list[str]:
 
 
 def of_torch(owner: type) -> bool:
-    """Return whether a class is one of PyTorch's."""
-    return (owner.__module__ or "").partition(".")[0] == "torch"
+    """Return whether a class is one of PyTorch's or Triton's."""
+    return (owner.__module__ or "").partition(".")[0] in ("torch", "triton")

@@ -22,6 +22,9 @@ def multiply(x, limit):
     return x * limit
 
 
+multiply_compiled = torch.compile(multiply)
+
+
 def with_global(x):
     return x * SCALE
 

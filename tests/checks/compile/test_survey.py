@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from samebits.checks.compile import process
+from samebits.checks.compile import survey as survey_module
 from samebits.checks.compile.job import Job
 from samebits.checks.compile.place import candidates
 from samebits.checks.compile.survey import copy_of, guarded, survey
@@ -129,6 +130,8 @@ def test_objects_of_a_module_are_targets():
 def test_a_fork_that_cuda_refuses_is_replaced_by_a_fresh_process(tmp_path, monkeypatch):
     # What forked copies see of a process that has touched CUDA on import.
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    # One is enough here: each costs a fresh process.
+    monkeypatch.setattr(survey_module, "_firsts", lambda number: number["unchanged"])
 
     found = surveyed(tmp_path, "programs:forgetful_launch", "programs:inputs_by_cuda")
 

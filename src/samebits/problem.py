@@ -111,7 +111,7 @@ class Problem:
         require_type("activation", self.activation, Activation)
         require_type("placement", self.placement, ProbPlacement)
         require_type("layout", self.layout, Layout)
-        _check_formats(self.format, self.row_format)
+        _check_formats(self)
         for name in ("dtype", "gate_up_bias", "down_bias", "probs", "out_dtype"):
             value = getattr(self, name)
             if value is not None or name in ("dtype", "probs"):
@@ -171,11 +171,14 @@ class Problem:
         return Problem(**values)
 
 
-def _check_formats(weights: FormatPair | None, row_format: WeightFormat | None) -> None:
+def _check_formats(problem: Problem) -> None:
+    weights = problem.format
     if weights is not None:
         require_type("format", weights, FormatPair)
-    if row_format is not None:
-        check_row_format(row_format, weights)
+        weights.gate_up.check_columns(problem.H)
+        weights.down.check_columns(problem.F)
+    if problem.row_format is not None:
+        check_row_format(problem.row_format, weights)
 
 
 @lru_cache(maxsize=64)

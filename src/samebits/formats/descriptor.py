@@ -9,6 +9,7 @@ import torch
 
 from samebits.arguments import require_int, require_name, require_type
 from samebits.errors import must
+from samebits.formats.shuffled import COLUMNS, SCALED
 
 
 class ValueKind(NamedTuple):
@@ -50,6 +51,7 @@ class _Row(NamedTuple):
     # None: the key states it.
     block: tuple[int, int] | None
     global_scale: bool
+    shuffled: bool = False
 
 
 # A new format is a row here, and its decoding in ``codes`` where its kinds are new.
@@ -57,6 +59,7 @@ _FORMATS: dict[str, _Row] = {
     "fp8": _Row("e4m3", "fp32", None, False),
     "mxfp8": _Row("e4m3", "e8m0", (1, 32), False),
     "mxfp4": _Row("e2m1", "e8m0", (1, 32), False),
+    "mxfp4_shuffled": _Row("e2m1", "e8m0", (1, 32), False, shuffled=True),
     "nvfp4": _Row("e2m1", "e4m3", (1, 16), True),
 }
 
@@ -70,7 +73,7 @@ class WeightFormat:
         ValueError: The name is unknown, or the block is not one of the format.
     """
 
-    # "fp8", "mxfp8", "mxfp4" or "nvfp4".
+    # "fp8", "mxfp8", "mxfp4", "mxfp4_shuffled" or "nvfp4".
     name: str
     # Rows and columns that share a scale; None takes the only one that the format has.
     block: tuple[int, int] | None = None
@@ -80,6 +83,8 @@ class WeightFormat:
     scales: str = field(init=False, repr=False, compare=False)
     # True: each expert has an fp32 factor of its own.
     global_scale: bool = field(init=False, repr=False, compare=False)
+    # True: in the order in which kernels multiply it, see ``samebits.formats.shuffled``.
+    shuffled: bool = field(init=False, repr=False, compare=False)
     # Canonical spelling, for example "mxfp4" or "fp8_128x128".
     key: str = field(init=False, repr=False, compare=False)
 
@@ -136,15 +141,27 @@ class WeightFormat:
         return self.value.bits + 8.0 * self.scale_dtype.itemsize / (self.rows * self.columns)
 
     def shapes(self, matrix: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors that hold a matrix of shape ``(E, N, K)``, by name."""
+        """Return the shapes of the tensors that hold a matrix of shape ``(E, N, K)``, by name.
+
+        Raises:
+            ValueError: No matrix of the format has so many columns.
+        """
         experts, rows, columns = matrix
+        self.check_columns(columns)
         shapes: dict[str, tuple[int, ...]] = {
             "values": (experts, rows, -(-columns // self.value.per_byte)),
             "scales": (experts, -(-rows // self.rows), -(-columns // self.columns)),
         }
+        if self.shuffled:
+            shapes["scales"] = (experts, -(-columns // SCALED), rows, SCALED // self.columns)
         if self.global_scale:
             shapes["global_scale"] = (experts,)
         return shapes
+
+    def check_columns(self, columns: int) -> None:
+        """Raise ``ValueError`` unless a matrix can have so many columns (K)."""
+        if self.shuffled and columns % COLUMNS:
+            raise ValueError(must("K", f"be a multiple of {COLUMNS} for {self}", columns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +200,7 @@ class FormatPair:
 
 @lru_cache(maxsize=256)
 def _parse(key: str) -> WeightFormat:
-    match = re.fullmatch(r"([a-z0-9]+)(?:_([1-9][0-9]*)x([1-9][0-9]*))?", key)
+    match = re.fullmatch(r"([a-z0-9]+(?:_[a-z]+)?)(?:_([1-9][0-9]*)x([1-9][0-9]*))?", key)
     if match is None:
         raise ValueError(must("format", "look like mxfp4 or fp8_128x128", repr(key)))
     name, rows, columns = match.groups()
@@ -198,6 +215,7 @@ def _parse(key: str) -> WeightFormat:
 FP8 = WeightFormat(name="fp8", block=(128, 128))
 MXFP8 = WeightFormat(name="mxfp8")
 MXFP4 = WeightFormat(name="mxfp4")
+MXFP4_SHUFFLED = WeightFormat(name="mxfp4_shuffled")
 NVFP4 = WeightFormat(name="nvfp4")
 # Of rows of activations, beside weights in FP8 blocks of 128 columns.
 ROWS_FP8 = WeightFormat(name="fp8", block=(1, 128))

@@ -10,7 +10,13 @@ from torch import Tensor
 from samebits.arguments import require_int, require_type
 from samebits.errors import must
 from samebits.formats.codes import decode_e2m1, decode_e8m0
-from samebits.formats.descriptor import WeightFormat
+from samebits.formats.descriptor import MXFP4, MXFP4_SHUFFLED, WeightFormat
+from samebits.formats.shuffled import (
+    shuffle_scales,
+    shuffle_values,
+    unshuffle_scales,
+    unshuffle_values,
+)
 
 _PARTS = ("values", "scales", "global_scale")
 
@@ -104,10 +110,46 @@ class QuantizedMatrix:
 
         Determinism: elementwise; exact but for the product with ``global_scale``.
         """
+        if self.format.shuffled:
+            return decode_e8m0(unshuffle_scales(self.scales, self.columns))
         factors = decode_e8m0(self.scales) if self.format.scales == "e8m0" else self.scales.float()
         if self.global_scale is None:
             return factors
         return factors * self.global_scale[:, None, None]
+
+    def shuffled(self) -> "QuantizedMatrix":
+        """Return an MXFP4 matrix in ``mxfp4_shuffled``, which is faster: a copy, the same weights.
+
+        Raises:
+            ValueError: The format is another, or K is no multiple of 64.
+
+        Determinism: exact.
+        """
+        if self.format == MXFP4_SHUFFLED:
+            return self
+        if self.format != MXFP4:
+            raise ValueError(must("format", f"be {MXFP4} to be shuffled", self.format))
+        MXFP4_SHUFFLED.check_columns(self.columns)
+        return replace(
+            self,
+            format=MXFP4_SHUFFLED,
+            values=shuffle_values(self.values),
+            scales=shuffle_scales(self.scales),
+        )
+
+    def unshuffled(self) -> "QuantizedMatrix":
+        """Return an ``mxfp4_shuffled`` matrix in MXFP4, a copy; others as they are.
+
+        Determinism: exact.
+        """
+        if not self.format.shuffled:
+            return self
+        return replace(
+            self,
+            format=MXFP4,
+            values=unshuffle_values(self.values),
+            scales=unshuffle_scales(self.scales, self.columns),
+        )
 
     def refine(self, rows: int, columns: int) -> "QuantizedMatrix":
         """Return the same weights with smaller blocks, each a copy of its block's scale.
@@ -139,7 +181,8 @@ class QuantizedMatrix:
 
     def _numbers(self) -> Tensor:
         if self.format.values == "e2m1":
-            return decode_e2m1(self.values, self.columns)
+            values = unshuffle_values(self.values) if self.format.shuffled else self.values
+            return decode_e2m1(values, self.columns)
         return self.values.float()
 
     def _spread(self, factors: Tensor) -> Tensor:

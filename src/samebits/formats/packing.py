@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from samebits.arguments import require_name, require_type
 from samebits.errors import must
 from samebits.formats.codes import E8M0_NAN, encode_e2m1, encode_e4m3, encode_e8m0, together
-from samebits.formats.descriptor import WeightFormat
+from samebits.formats.descriptor import MXFP4, WeightFormat
 from samebits.formats.matrix import QuantizedMatrix
 
 ScaleRule = Literal["floor", "round_up"]
@@ -63,7 +63,7 @@ def quantize_matrix(
 
     Raises:
         TypeError: ``weight`` is no float tensor.
-        ValueError: It has not three dimensions, or the rule is none of the format's.
+        ValueError: It has not three dimensions, or K or the rule is none of the format's.
 
     Determinism: exact; a block's bits depend on the block only (NVFP4: on its expert only).
     """
@@ -74,6 +74,9 @@ def quantize_matrix(
     if weight.dim() != 3:
         raise ValueError(must("weight", "have three dimensions", tuple(weight.shape)))
     rule = rule_of(weight_format, scale_rule)
+    if weight_format.shuffled:
+        weight_format.check_columns(weight.shape[2])
+        return quantize_matrix(weight, MXFP4, rule).shuffled()
     parts = [_one(matrix, weight_format, rule) for matrix in weight.detach()]
     if not parts:
         parts = [_one(weight.new_zeros(weight.shape[1:]), weight_format, rule)]

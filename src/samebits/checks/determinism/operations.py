@@ -40,7 +40,7 @@ def operations() -> Iterator[Variant]:
         for hidden, topk in ((2048, 8), (2880, 4), (7168, 1)):
             for tokens in (16, 4096):
                 yield move(tokens, hidden, topk, dtype)
-    yield from map(dequantize, ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4"))
+    yield from map(dequantize, ("fp8_128x128", "mxfp8", "mxfp4", "mxfp4_shuffled", "nvfp4"))
     for family in FAMILIES:
         for dtype in ("bf16", "fp16", "fp32"):
             seen: list[Any] = []
@@ -89,7 +89,10 @@ def move(tokens: int, hidden: int, topk: int, dtype: str) -> Variant:
 
 def dequantize_kernel(held: str) -> str:
     """Return what makes bf16 matrices of a format, of contractions that are multiples of 8."""
-    e2m1 = WeightFormat.parse(held).values == "e2m1"
+    weight_format = WeightFormat.parse(held)
+    if weight_format.shuffled:
+        return "_dequantize_shuffled_kernel"
+    e2m1 = weight_format.values == "e2m1"
     return "_dequantize_words_kernel" if e2m1 else "_dequantize_kernel"
 
 

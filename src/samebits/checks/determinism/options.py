@@ -43,6 +43,7 @@ FORMATS: dict[str, tuple[Problem, tuple[str, ...]]] = {
     "fp8_128x128": (HELD, ("bf16", "fp16")),
     "mxfp8": (HELD, ("bf16",)),
     "mxfp4": (WHOLE, ("bf16", "fp16")),
+    "mxfp4_shuffled": (WHOLE, ("bf16", "fp16")),
     "nvfp4": (HELD, ("bf16",)),
 }
 # Slots of one token, of the entries of the tables, and of dense tiles.

@@ -35,12 +35,15 @@ def matrix_operand(
     return MatrixOperand(source, strides, described, transposed=w.stride(2) != 1)
 
 
-def quantized_operand(matrix: QuantizedMatrix, box: tuple[int, int]) -> MatrixOperand:
+def quantized_operand(
+    matrix: QuantizedMatrix, box: tuple[int, int], num_warps: int
+) -> MatrixOperand:
     """Return the operand of quantised matrices whose ``words`` a descriptor can read.
 
     Args:
         matrix: The matrices.
         box: Rows and contraction of a tile.
+        num_warps: Of the launch.
 
     Raises:
         ValueError: The hardware's rules forbid a descriptor of the words.
@@ -48,9 +51,17 @@ def quantized_operand(matrix: QuantizedMatrix, box: tuple[int, int]) -> MatrixOp
     Determinism: pure function of addresses and strides.
     """
     held, values = matrix.format, words(matrix)
-    descriptor = None if values is None else _descriptor(values, box[0], box[1] // 4, halves=False)
+    each = 8 if held.shuffled else 4
+    descriptor = (
+        None if values is None else _descriptor(values, box[0], box[1] // each, halves=False)
+    )
     if descriptor is None:
         raise ValueError(f"no descriptor reads {held} values of strides {matrix.values.stride()}")
+    if held.shuffled:
+        exponents = scale_words(matrix)
+        strides = (exponents.stride(0), exponents.stride(2), exponents.stride(1))
+        scales = (exponents, *strides, None)
+        return MatrixOperand(descriptor, (0, 0, 0), True, False, scales, ("shuffled", num_warps))
     scales = (stored_scales(matrix), *matrix.scales.stride(), matrix.global_scale)
     kinds = (held.values, held.scales, held.rows, held.columns, _near(scales[0]))
     return MatrixOperand(descriptor, (0, 0, 0), True, False, scales, kinds)
@@ -60,6 +71,11 @@ def stored_scales(matrix: QuantizedMatrix) -> Tensor:
     """Return the scales as kernels load them: bytes, or fp32."""
     scales = matrix.scales
     return scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
+
+
+def scale_words(matrix: QuantizedMatrix) -> Tensor:
+    """Return the scales of an ``mxfp4_shuffled`` matrix four in a word, (E, ⌈K/128⌉, N) int32."""
+    return matrix.scales.view(torch.int32).squeeze(3)
 
 
 def _near(scales: Tensor) -> int:
@@ -72,15 +88,25 @@ def _near(scales: Tensor) -> int:
 def words(matrix: QuantizedMatrix) -> Tensor | None:
     """Return the values as (E, N, K / 4) words of four columns, or None where they are none.
 
-    int32 words of E4M3, int16 words of E2M1; a descriptor of them has to be possible.
+    int32 words of E4M3, int16 words of E2M1; a descriptor of them has to be possible. Shuffled ones
+    are (E, N, K / 8) int32, and their ``scale_words`` have to be words too.
     """
     values = matrix.values
+    if matrix.format.shuffled and not _are_words(matrix.scales):
+        return None
     strides = [s * values.element_size() for s in values.stride()[:2]]
     if matrix.columns % 4 or values.stride(2) != 1 or values.numel() == 0:
         return None
     if values.data_ptr() % 16 or any(s % 16 for s in strides):
         return None
-    return values.view(torch.int32 if matrix.format.values == "e4m3" else torch.int16)
+    wide = matrix.format.values == "e4m3" or matrix.format.shuffled
+    return values.view(torch.int32 if wide else torch.int16)
+
+
+def _are_words(scales: Tensor) -> bool:
+    """Return whether bytes (…, 4) can be seen as words."""
+    outer = scales.stride()[:-1]
+    return scales.stride(3) == 1 and not any(n % 4 for n in (scales.data_ptr(), *outer))
 
 
 def weight_operand(

@@ -19,6 +19,7 @@ from samebits.ops._triton.decoding import (
     e4m3_times,
     scale_factors,
 )
+from samebits.ops._triton.shuffled import contract_shuffled
 
 # The largest E8M0 exponent that ``e2m1_times_power`` takes.
 _LARGEST_POWER = tl.constexpr(128)
@@ -142,8 +143,29 @@ def contract_quantized(
         words: Descriptor of the values, (E, N, K / 4) words of four columns.
         column: First row of the matrix in the tile; a second part is ``distance`` further.
         FORMAT: Kinds of values and scales, rows and columns of a block, and how many neighbouring
-            scales lie at multiples of their size.
+            scales lie at multiples of their size. "shuffled" and the number of warps where
+            ``contract_shuffled`` takes the matrix.
     """
+    if FORMAT[0] == "shuffled":
+        return contract_shuffled(
+            a_ptrs, live, words, scales_ptr, stride_se, stride_sn, stride_sk,
+            expert, column, distance, N, K, FORMAT[1], PARTS, BLOCK_R, BLOCK, BLOCK_K,
+        )  # fmt: skip
+    else:
+        return _contract_stored(
+            a_ptrs, live, words, scales_ptr, stride_se, stride_sn, stride_sk, global_ptr,
+            expert, column, distance, N, K, FORMAT, PARTS, BLOCK_R, BLOCK, BLOCK_K,
+        )  # fmt: skip
+
+
+@triton.jit
+def _contract_stored(
+    a_ptrs, live, words, scales_ptr, stride_se, stride_sn, stride_sk, global_ptr,
+    expert, column, distance, N, K,
+    FORMAT: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``contract_quantized`` where no shuffled words are stored."""
     VALUES: tl.constexpr = FORMAT[0]
     SCALES: tl.constexpr = FORMAT[1]
     SCALE_ROWS: tl.constexpr = FORMAT[2]

@@ -15,6 +15,7 @@ from samebits.ops._triton.decoding import (
 )
 from samebits.ops._triton.launch import recordable
 from samebits.ops._triton.operand import stored_scales
+from samebits.ops._triton.shuffled import numbers_of, scaled_pairs
 from samebits.ops.dequantize.tuning import Config, heuristic
 
 # The largest E8M0 exponent that ``e2m1_times_power`` takes.
@@ -139,6 +140,43 @@ def _dequantize_words_kernel(
     tl.store(w_ptrs, w, mask=known & (k < K)[None, :])
 
 
+@recordable
+@triton.jit(do_not_specialize=["stride_se", "stride_sk"])
+def _dequantize_shuffled_kernel(
+    words_ptr, stride_we, stride_wn, scales_ptr, stride_se, stride_sn, stride_sk, offsets_ptr,
+    w_ptr, N, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``mxfp4_shuffled``: a thread makes 16 of 64 columns, and stores four neighbours at once."""
+    expert = tl.program_id(1)
+    if offsets_ptr is not None:
+        if tl.load(offsets_ptr + expert) == tl.load(offsets_ptr + expert + 1):
+            return
+    GROUPS: tl.constexpr = BLOCK_K // 64
+    column_blocks = tl.cdiv(K, BLOCK_K)
+    n = (tl.program_id(0) // column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    group = tl.program_id(0) % column_blocks * GROUPS + tl.arange(0, GROUPS)
+    known = (n < N)[:, None] & (group < K // 64)[None, :]
+    e = expert.to(tl.int64)
+    thread = tl.arange(0, 4)[None, None, :]
+    places = words_ptr + e * stride_we + (n * stride_wn)[:, None] + (group * 8)[None, :]
+    places = places[:, :, None] + thread * 2
+    y = tl.load(places, mask=known[:, :, None], other=0).to(tl.uint32, bitcast=True)
+    z = tl.load(places + 1, mask=known[:, :, None], other=0).to(tl.uint32, bitcast=True)
+    scale_ptrs = scales_ptr + e * stride_se + (n * stride_sn)[:, None]
+    scale_ptrs += ((group // 2).to(tl.int64) * stride_sk + group % 2)[None, :]
+    exponents = tl.load(scale_ptrs, mask=known, other=0).to(tl.uint32)
+    PRODUCTS: tl.constexpr = "two" if cuda_capability_geq(9, 0) else "fp32"
+    pairs = scaled_pairs(y, z, exponents, PRODUCTS)
+    w_ptrs = w_ptr + (e * N + n)[:, None] * K + (group * 64)[None, :]
+    w_ptrs = (w_ptrs[:, :, None] + thread * 4)[:, :, :, None] + tl.arange(0, 4)[None, None, None, :]
+    inside = known[:, :, None, None]
+    for part in tl.static_range(4):
+        both = numbers_of(tl.join(pairs[2 * part], pairs[2 * part + 1]))
+        four = tl.reshape(both, (BLOCK_N, GROUPS, 4, 4)).to(w_ptr.dtype.element_ty)
+        tl.store(w_ptrs + 16 * part, four, mask=inside)
+
+
 def launch_dequantize(
     matrix: QuantizedMatrix,
     dtype: torch.dtype,
@@ -164,6 +202,16 @@ def launch_dequantize(
     # The largest power of two of neighbours that share a scale, whatever the tile's first column.
     group = min(held.columns & -held.columns, config.block_k)
     blocks = triton.cdiv(rows, config.block_n) * triton.cdiv(columns, config.block_k)
+    if held.shuffled:
+        words, scales = values.contiguous().view(torch.int32), matrix.scales.contiguous()
+        halves = scales.view(torch.int16)
+        _dequantize_shuffled_kernel[(blocks, experts)](
+            words, *words.stride()[:2],
+            halves, halves.stride(0), halves.stride(2), halves.stride(1), offsets,
+            w, rows, columns, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+            num_warps=config.num_warps, enable_fp_fusion=False,
+        )  # fmt: skip
+        return w
     words = _words_of_eight(matrix)
     if words is not None and dtype in (torch.bfloat16, torch.float16):
         _dequantize_words_kernel[(blocks, experts)](

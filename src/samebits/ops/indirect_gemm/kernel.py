@@ -309,7 +309,8 @@ def launch_first_projection(
     described = config.tma and (halves or not paired)
     box = (config.block_n // 2 if each else config.block_n, config.block_k) if described else None
     if isinstance(w, QuantizedMatrix):
-        matrix = quantized_operand(w, (block_f if paired else config.block_n, config.block_k))
+        box = (block_f if paired else config.block_n, config.block_k)
+        matrix = quantized_operand(w, box, config.num_warps)
     else:
         matrix = matrix_operand(w, box, halves=halves and not each)
     tile = TileOptions.of(activation, x.dtype)
@@ -362,7 +363,8 @@ def launch_second_projection(
     if rows == 0:
         return y
     if isinstance(w, QuantizedMatrix):
-        matrix = quantized_operand(w, (config.block_n, config.block_k))
+        box = (config.block_n, config.block_k)
+        matrix = quantized_operand(w, box, config.num_warps)
     else:
         matrix = matrix_operand(w, (config.block_n, config.block_k) if config.tma else None)
     wide = matrix.described and not config.swap

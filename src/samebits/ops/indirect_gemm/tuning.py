@@ -136,16 +136,29 @@ _E2M1 = (
 )
 # A larger first tile needs more registers than there are.
 _NVFP4 = (Entry(5.0, _upcasting(8, 64, 128, 2, 4), _upcasting(8, 64, 128, 2, 4)), _E2M1[1])
+# Both warps, or all four, have rows of their own: see ``samebits.ops._triton.shuffled``.
+_SHUFFLED = (
+    Entry(5.0, _upcasting(8, 128, 128, 2, 4), _upcasting(8, 128, 256, 4, 3)),
+    Entry(40.0, _upcasting(16, 128, 128, 2, 4), _upcasting(16, 128, 256, 4, 3)),
+)
 # The same for quantised weights that are upcast on the way, by the name of their format; from
 # benchmarks/tune_quantized.py. Beyond, weights are made dense first.
-QUANTIZED_TABLE = {"fp8": _E4M3, "mxfp8": _E4M3, "mxfp4": _E2M1, "nvfp4": _NVFP4}
+QUANTIZED_TABLE = {
+    "fp8": _E4M3,
+    "mxfp8": _E4M3,
+    "mxfp4": _E2M1,
+    "mxfp4_shuffled": _SHUFFLED,
+    "nvfp4": _NVFP4,
+}
 _FEW_E4M3 = Entry(5.0, _upcasting(8, 64, 128, 1, 4), _upcasting(8, 32, 256, 2, 3))
 _FEW_E2M1 = Entry(5.0, _upcasting(8, 64, 128, 2, 4), _upcasting(8, 32, 128, 2, 4))
+_FEW_SHUFFLED = Entry(5.0, _upcasting(8, 128, 256, 2, 3), _upcasting(8, 64, 512, 4, 3))
 # Where the first entry's tiles are too few to fill the device.
 QUANTIZED_FEW = {
     "fp8": _FEW_E4M3,
     "mxfp8": _FEW_E4M3,
     "mxfp4": _FEW_E2M1,
+    "mxfp4_shuffled": _FEW_SHUFFLED,
     "nvfp4": _FEW_E2M1,
 }
 # Programs of two warps that run at once on an H200: some six on each multiprocessor.
@@ -157,10 +170,14 @@ def supports_upcast(config: Config, held: WeightFormat) -> bool:
 
     Operands in registers are for ``mma.sync`` alone, which Triton takes for fewer than four warps:
     asynchronous products of such operands may be wrong (docs/projections.md). Scales are one to a
-    power of two of columns, at least the four of a word.
+    power of two of columns, at least the four of a word. Of shuffled weights each warp has 16 rows
+    or a multiple of them, of each part where there are two, and steps are of words of scales.
 
     Determinism: pure function of its arguments.
     """
+    if held.shuffled:
+        each = config.block_n // (2 * config.num_warps)
+        return config.swap and each % 16 == 0 and config.block_k in (128, 256, 512)
     columns = held.columns
     power = columns >= 4 and columns & (columns - 1) == 0
     return config.swap and config.num_warps < 4 and config.block_k % 32 == 0 and power

@@ -1,0 +1,287 @@
+"""Products of rows with one expert's ``mxfp4_shuffled`` matrix, upcast on the way.
+
+The bits are those of ``samebits.ops._triton.product`` on the dequantised matrix, for the reasons
+that ``samebits.ops._triton.quantized`` gives: an instruction has the same 16 neighbours of the
+contraction, in another order among themselves. Here that order is made when weights are stored
+(``samebits.formats.shuffled``): a thread finds the pairs that it multiplies in two words.
+
+Each warp has weight rows of its own, as a matrix of a batch. Triton multiplies batches by
+``mma.sync`` whatever the number of warps, so that four or eight share the rows of ``x``; without a
+batch four would make asynchronous products of operands in registers, which may be wrong.
+"""
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+from samebits.ops._triton.decoding import scale_factors
+
+# The interpreter has no PTX, and its product takes no bf16.
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+# 2¹²⁶: numbers come out of their words 2⁻¹²⁶ times as large.
+_UP = tl.constexpr(8.507059173023462e37)
+# The highest bit of four E8M0 exponents: of scales from 2 on, and NaN.
+_HIGH = tl.constexpr(0x80808080)
+
+
+@triton.jit
+def _times(pairs, factors):
+    """Return pairs of bf16 times pairs of bf16, each rounded once."""
+    if _INTERPRETED:
+        return _rounded(pairs, (factors << 16).to(tl.float32, bitcast=True))
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;",
+            "=r,r,r",
+            [pairs, factors],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def _rounded(pairs, factors):
+    """Return pairs of bf16 times an fp32 factor, each rounded once."""
+    low = ((pairs << 16).to(tl.float32, bitcast=True) * factors).to(tl.bfloat16)
+    high = ((pairs & 0xFFFF0000).to(tl.float32, bitcast=True) * factors).to(tl.bfloat16)
+    low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
+    return low | (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+
+
+@triton.jit
+def _raw_pairs(y, z):
+    """Return the eight pairs of bf16 of two words, 2⁻¹²⁶ times as large."""
+    both: tl.constexpr = 0x81C081C0
+    low: tl.constexpr = 0x00C000C0
+    high: tl.constexpr = 0x81008100
+    return (
+        y & both,
+        (y << 3) & both,
+        ((y >> 3) | (y << 29)) & both,
+        ((y << 6) & low) | ((z << 4) & high),
+        z & both,
+        (z << 6) & both,
+        ((z >> 6) | (z << 26)) & both,
+        ((y >> 7) & low) | ((z << 5) & high),
+    )
+
+
+@triton.jit
+def numbers_of(pairs):
+    """Return pairs as two bf16 numbers, on a new last axis."""
+    return tl.join(pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16)).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _dealt(pairs):
+    """Return eight pairs (rows, groups, threads) as weights ``[rows, 64 · groups]``, dealt.
+
+    The order is that of the matrix unit's registers.
+    """
+    first = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))
+    second = tl.join(tl.join(pairs[4], pairs[6]), tl.join(pairs[5], pairs[7]))
+    # Rows, groups, threads, instruction of two, which pair, half of the 64 columns, half of a pair.
+    parts = numbers_of(tl.join(first, second))
+    rows: tl.constexpr = parts.shape[0]
+    groups: tl.constexpr = parts.shape[1]
+    return tl.reshape(tl.permute(parts, (0, 1, 5, 4, 2, 3, 6)), (rows, groups * 64))
+
+
+@triton.jit
+def _scale_word(ptrs, stride, word, words, known):
+    """Load the exponents of 128 columns, four in a word; zeros where there are no such columns."""
+    found = tl.load(ptrs + word * stride, mask=known & (word < words), other=0)
+    return found.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _exponents(ptrs, stride, word, words, known, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return ``[BLOCK, BLOCK_K / 64]``: in the low 16 bits two exponents; and all of a row ORed."""
+    a = _scale_word(ptrs, stride, word, words, known)
+    if BLOCK_K == 128:
+        return tl.join(a, a >> 16), a
+    elif BLOCK_K == 256:
+        b = _scale_word(ptrs, stride, word + 1, words, known)
+        whole = tl.permute(tl.join(tl.join(a, a >> 16), tl.join(b, b >> 16)), (0, 2, 1))
+        return tl.reshape(whole, (BLOCK, 4)), a | b
+    else:
+        tl.static_assert(BLOCK_K == 512)
+        b = _scale_word(ptrs, stride, word + 1, words, known)
+        c = _scale_word(ptrs, stride, word + 2, words, known)
+        d = _scale_word(ptrs, stride, word + 3, words, known)
+        first = tl.join(tl.join(a, a >> 16), tl.join(b, b >> 16))
+        second = tl.join(tl.join(c, c >> 16), tl.join(d, d >> 16))
+        whole = tl.permute(tl.join(first, second), (0, 3, 2, 1))
+        return tl.reshape(whole, (BLOCK, 8)), a | b | c | d
+
+
+@triton.jit
+def _each_thread(factors):
+    """Return what belongs to each group for each of the four threads."""
+    rows: tl.constexpr = factors.shape[0]
+    groups: tl.constexpr = factors.shape[1]
+    return tl.broadcast_to(factors[:, :, None], (rows, groups, 4))
+
+
+@triton.jit
+def _power(exponents):
+    """Return ``2**(exponents - 127)`` of numbers 2⁻¹²⁶ times as large, as a pair of bf16."""
+    return _each_thread((exponents & 0xFF) * 0x00800080 + 126 * 0x00800080)
+
+
+@triton.jit
+def _any_power(exponents):
+    """Return the scales that all exponents stand for, as pairs of bf16."""
+    exponents = exponents & 0xFF
+    bits = tl.where(exponents == 0, 0x00400040, exponents * 0x00800080)
+    return _each_thread(tl.where(exponents == 255, 0x7FC07FC0, bits))
+
+
+@triton.jit
+def _factor(exponents):
+    return _each_thread(scale_factors(exponents & 0xFF, None, "e8m0"))
+
+
+@triton.jit
+def _twice(pairs, factors):
+    return _times(_times(pairs, tl.full(pairs.shape, 0x7E807E80, tl.uint32)), factors)
+
+
+@triton.jit
+def _rounded_twice(pairs, factors):
+    # No fp32 holds the product of both factors.
+    return _rounded(_rounded(pairs, _UP), factors)
+
+
+@triton.jit
+def scaled_pairs(y, z, exponents, PRODUCTS: tl.constexpr):
+    """Return eight pairs of bf16 of each two words ``[rows, groups, threads]``, times their scales.
+
+    Every product is exact. ``PRODUCTS``: "one", of exponents up to 128; "two", of all; "fp32", the
+    same before sm_90, which multiplies no pairs.
+    """
+    p = _raw_pairs(y, z)
+    if PRODUCTS == "one":
+        a = _power(exponents)
+        b = _power(exponents >> 8)
+        return (
+            _times(p[0], a), _times(p[1], a), _times(p[2], a), _times(p[3], a),
+            _times(p[4], b), _times(p[5], b), _times(p[6], b), _times(p[7], b),
+        )  # fmt: skip
+    elif PRODUCTS == "two":
+        a = _any_power(exponents)
+        b = _any_power(exponents >> 8)
+        return (
+            _twice(p[0], a), _twice(p[1], a), _twice(p[2], a), _twice(p[3], a),
+            _twice(p[4], b), _twice(p[5], b), _twice(p[6], b), _twice(p[7], b),
+        )  # fmt: skip
+    else:
+        a = _factor(exponents)
+        b = _factor(exponents >> 8)
+        return (
+            _rounded_twice(p[0], a), _rounded_twice(p[1], a),
+            _rounded_twice(p[2], a), _rounded_twice(p[3], a),
+            _rounded_twice(p[4], b), _rounded_twice(p[5], b),
+            _rounded_twice(p[6], b), _rounded_twice(p[7], b),
+        )  # fmt: skip
+
+
+@triton.jit
+def _dot(weights, a, sums, WARPS: tl.constexpr):
+    """Add the product of a part; ``sums`` is ``[WARPS, BLOCK / WARPS, BLOCK_R]``."""
+    each: tl.constexpr = weights.shape[0] // WARPS
+    columns: tl.constexpr = weights.shape[1]
+    rows: tl.constexpr = a.shape[1]
+    weights = tl.reshape(weights, (WARPS, each, columns))
+    a = tl.broadcast_to(a[None], (WARPS, columns, rows))
+    if _INTERPRETED:
+        return tl.dot(weights.to(tl.float32), a.to(tl.float32), sums)
+    else:
+        return tl.dot(weights, a, sums)
+
+
+@triton.jit
+def _weights(words, exponents, PRODUCTS: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the weights of a tile of words, dealt."""
+    rows: tl.constexpr = words.shape[0]
+    groups: tl.constexpr = words.shape[1] // 8
+    words = tl.reshape(words.to(tl.uint32, bitcast=True), (rows, groups, 4, 2))
+    y, z = tl.split(words)
+    return _dealt(scaled_pairs(y, z, exponents, PRODUCTS)).to(DTYPE)
+
+
+@triton.jit
+def _sums(
+    a_ptrs, live, words, one, one_known, other, other_known, stride, expert, column, distance, K,
+    WARPS: tl.constexpr, PRODUCTS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of one or two parts, ``[WARPS, BLOCK / WARPS, BLOCK_R]``; exponents ORed."""
+    DTYPE: tl.constexpr = a_ptrs.dtype.element_ty
+    first = tl.zeros((WARPS, BLOCK // WARPS, BLOCK_R), tl.float32)
+    second = tl.zeros((WARPS, BLOCK // WARPS, BLOCK_R), tl.float32)
+    ored = tl.zeros((BLOCK,), tl.uint32)
+    scale_words = tl.cdiv(K, 128)
+    # Of 16 columns all rows, then the next 16: eight rows of four threads read neighbours.
+    ks = (tl.arange(0, BLOCK_K // 16) * 16)[:, None, None] + tl.arange(0, 16)[None, None, :]
+    for k in range(0, K, BLOCK_K):
+        inside = live[None, :, None] & (k + ks < K)
+        a = tl.load(a_ptrs[None] + (k + ks), mask=inside, other=0.0)
+        a = tl.reshape(a, (BLOCK_K // 32, 2, BLOCK_R, 4, 2, 2))
+        # Rows, groups of 32, which pair, thread, instruction, half of the pair.
+        a = tl.reshape(tl.permute(a, (2, 0, 4, 3, 1, 5)), (BLOCK_R, BLOCK_K)).T
+        tile = words.load([expert, column, k // 8]).reshape(BLOCK, BLOCK_K // 8)
+        exponents, every = _exponents(one, stride, k // 128, scale_words, one_known, BLOCK, BLOCK_K)
+        first = _dot(_weights(tile, exponents, PRODUCTS, DTYPE), a, first, WARPS)
+        if PRODUCTS == "one":
+            ored |= every
+        if PARTS == 2:
+            tile = words.load([expert, column + distance, k // 8]).reshape(BLOCK, BLOCK_K // 8)
+            exponents, every = _exponents(
+                other, stride, k // 128, scale_words, other_known, BLOCK, BLOCK_K
+            )  # fmt: skip
+            second = _dot(_weights(tile, exponents, PRODUCTS, DTYPE), a, second, WARPS)
+            if PRODUCTS == "one":
+                ored |= every
+    return first, second, ored
+
+
+@triton.jit
+def contract_shuffled(
+    a_ptrs, live, words, scales_ptr, stride_se, stride_sn, stride_sk,
+    expert, column, distance, N, K,
+    WARPS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``samebits.ops._triton.quantized.contract_quantized`` of an ``mxfp4_shuffled`` matrix.
+
+    Args:
+        words: Descriptor of the values, (E, N, K / 8) words of eight columns.
+        scales_ptr: Words of four scales, (E, ⌈K/128⌉, N), with strides for E, N and ⌈K/128⌉.
+        WARPS: Those of the launch; each has ``BLOCK / WARPS`` rows, a multiple of 16.
+    """
+    scales_ptr += expert.to(tl.int64) * stride_se
+    n = column + tl.arange(0, BLOCK)
+    one = scales_ptr + n * stride_sn
+    one_known = n < N
+    n += distance
+    other = scales_ptr + n * stride_sn
+    other_known = n < N
+    first, second, ored = _sums(
+        a_ptrs, live, words, one, one_known, other, other_known, stride_sk,
+        expert, column, distance, K, WARPS, "one", PARTS, BLOCK_R, BLOCK, BLOCK_K,
+    )  # fmt: skip
+    # Scales from 2 on, and NaN.
+    if tl.max(((ored & _HIGH) != 0).to(tl.int32)) > 0:
+        first, second, ored = _sums(
+            a_ptrs, live, words, one, one_known, other, other_known, stride_sk,
+            expert, column, distance, K, WARPS, "two", PARTS, BLOCK_R, BLOCK, BLOCK_K,
+        )  # fmt: skip
+    first = tl.reshape(first, (BLOCK, BLOCK_R))
+    if PARTS == 2:
+        second = tl.reshape(second, (BLOCK, BLOCK_R))
+        whole = tl.permute(tl.join(first, second), (1, 2, 0))
+        return tl.reshape(whole, (BLOCK_R, 2 * BLOCK))
+    else:
+        return first.T

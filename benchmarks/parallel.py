@@ -1,7 +1,7 @@
 """Check and time the layer over ranks; started by torchrun, on GPUs (NCCL) or on CPU (gloo).
 
     torchrun --nproc-per-node 2 benchmarks/parallel.py --out FOLDER [--cells qwen3-30b:4096,…]
-        [--check all|few|none] [--profile]
+        [--transports torch,window] [--check all|few|none] [--brief] [--profile]
 
 First every rank compares the layer over ranks with the one-rank run, bit by bit. Then, per cell and
 for the forward and for forward + backward (``step``): ``layer``, the layer over ranks; ``varied``,
@@ -9,7 +9,8 @@ the same with another routing at each call;
 ``compute``, the experts of one rank on the rows that it got, without any exchange; ``exchange``,
 the all-to-alls alone, with the same sizes; ``ratio``, layer / (compute + exchange), of which the
 target is 1.15. Milliseconds, the slowest rank. ``in_turn``: with a shared expert after the layer;
-``beside``: with it on a second stream. ``fixed``: with a capacity. ``--profile`` says instead where
+``beside``: with it on a second stream. ``fixed``: with a capacity. ``--brief`` leaves these three
+out. ``--profile`` says instead where
 the time of each cell goes (``parallel_profile``). Ends 1 if bits differ.
 """
 
@@ -162,7 +163,8 @@ def main():
     parser.add_argument("--no-graph", action="store_true")
     parser.add_argument("--check", choices=("all", "few", "none"), default="all")
     parser.add_argument("--profile", action="store_true", help="profile the cells, time nothing")
-    parser.add_argument("--transport", choices=("torch", "window"), default="torch")
+    parser.add_argument("--transports", default="torch", help="of torch,window")
+    parser.add_argument("--brief", action="store_true", help="the layer and its parts alone")
     arguments = parser.parse_args()
     pairs = [cell.split(":") for cell in arguments.cells.split(",") if cell]
     cells = [(shape, int(tokens)) for shape, tokens in pairs]
@@ -188,14 +190,16 @@ def main():
     if rank == 0:
         print(f"compiled {warmed:.0f} s, checked {checked:.0f} s; wrong: {wrong or 'nothing'}")
     rows = []
-    for shape, tokens in cells:
+    transports = arguments.transports.split(",")
+    for (shape, tokens), transport in product(cells, transports):
         if arguments.profile:
-            row = profile_cell(shape, tokens, device, group, arguments.transport)
+            row = profile_cell(shape, tokens, device, group, transport)
             every = [None] * size
             dist.all_gather_object(every, row)
             rows += every
         else:
-            rows.append(time_cell(shape, tokens, device, group, arguments.transport))
+            brief = arguments.brief
+            rows.append(time_cell(shape, tokens, device, group, transport, brief=brief))
         if rank == 0:
             print(lines_of(row) if arguments.profile else line_of(rows[-1]), flush=True)
             write(arguments.out, wrong, rows)
@@ -218,10 +222,10 @@ def checks(arguments, place, size):
     cases = check_cases(size, place)
     # Every placement in bf16, on one backend: as often as launches take to be repeated.
     few = cases[:9:3]
-    moved = [replace(case, transport=arguments.transport) for case in few]
+    moved = [replace(c, transport=t) for t in arguments.transports.split(",") for c in few]
     wrong = programs.repeated_calls(moved + with_capacity(few[:1]), place)
-    unwanted = [replace(case, wanted=((),) * size) for case in moved]
-    wrong += programs.same_bits(unwanted, place)
+    # Without gradients rows are not kept.
+    wrong += programs.same_bits([replace(case, wanted=((),) * size) for case in moved], place)
     if arguments.check == "few":
         return wrong
     wrong += programs.same_bits(cases, place) + programs.same_bits(with_capacity(cases[:3]), place)
@@ -233,10 +237,14 @@ def checks(arguments, place, size):
 
 
 def line_of(row):
-    words = [f"{row['shape']} T={row['tokens']} rows={row['rows']} sent={row['sent_MB']} MB"]
+    words = [
+        f"{row['shape']} T={row['tokens']} {row['transport']} rows={row['rows']}"
+        f" sent={row['sent_MB']} MB"
+    ]
     words += [
         f"{name}: " + " ".join(f"{k} {v:.3f}" for k, v in row[name].items())
         for name in ("forward", "step", "forward_parts")
+        if name in row
     ]
     return "\n  ".join(words)
 

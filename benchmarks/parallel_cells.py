@@ -156,7 +156,7 @@ def _side_stream():
     return _STREAMS[0]
 
 
-def time_cell(shape, tokens, device, group, transport):
+def time_cell(shape, tokens, device, group, transport, *, brief):
     cell = Cell(shape, tokens, device, group, transport)
     others = sum(n for r, n in enumerate(cell.route.sent) if r != cell.ranks.rank)
     row = {
@@ -166,9 +166,11 @@ def time_cell(shape, tokens, device, group, transport):
         "transport": transport,
         "rows": cell.arrivals.shape[0],
         "sent_MB": round(others * cell.x.shape[1] * 2 / 1e6, 1),
-        "forward": time_pass(cell, False),
-        "step": time_pass(cell, True),
+        "forward": time_pass(cell, False, brief),
+        "step": time_pass(cell, True, brief),
     }
+    if brief:
+        return row
     exact = cell.ranks
     cell.ranks = Ranks(group, exact.bounds, Capacity(_rows(cell), device))
     with torch.no_grad():
@@ -177,7 +179,7 @@ def time_cell(shape, tokens, device, group, transport):
     return row | {"forward_parts": parts(cell)}
 
 
-def time_pass(cell, training):
+def time_pass(cell, training, brief):
     """Return the times of a forward, or of a forward and its backward."""
     cell.grad(training)
     ways, dy = 2 if training else 1, cell.arrivals.detach()
@@ -195,10 +197,11 @@ def time_pass(cell, training):
         "compute": clock(lambda: run(cell.compute, dy), device),
         "exchange": clock(lambda: cell.exchange(ways), device),
         "varied": clock(lambda: run(cell.varied, dout), device),
-        "in_turn": clock(lambda: run(cell.in_turn, dout), device),
     }
     found["ratio"] = found["layer"] / (found["compute"] + found["exchange"])
-    if device.type == "cuda":
+    if not brief:
+        found["in_turn"] = clock(lambda: run(cell.in_turn, dout), device)
+    if not brief and device.type == "cuda":
         found["beside"] = clock(lambda: run(cell.beside, dout), device)
     cell.grad(False)
     return found

@@ -237,10 +237,8 @@ def checks(arguments, place, size):
 
 
 def line_of(row):
-    words = [
-        f"{row['shape']} T={row['tokens']} {row['transport']} rows={row['rows']}"
-        f" sent={row['sent_MB']} MB"
-    ]
+    about = f"{row['shape']} T={row['tokens']} {row['transport']}"
+    words = [f"{about} rows={row['rows']} sent={row['sent_MB']} MB"]
     words += [
         f"{name}: " + " ".join(f"{k} {v:.3f}" for k, v in row[name].items())
         for name in ("forward", "step", "forward_parts")

@@ -33,7 +33,7 @@ def exchange(
 ) -> Tensor:
     """Send ``sent[r]`` rows to rank r; return ``total`` rows, those received first.
 
-    On the stream that computes: on one of its own NCCL took the host 160 µs more (H200).
+    On the stream that computes: nothing has to wait for another stream, or be kept for it.
     """
     out = rows.new_empty(total, *rows.shape[1:])
     dist.all_to_all_single(

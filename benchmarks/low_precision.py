@@ -29,25 +29,25 @@ from timing import compile_in_processes
 
 from samebits import warmup
 from samebits.experts import experts
-from samebits.formats import FP8, MXFP4, MXFP8, NVFP4, ROWS_FP8
+from samebits.formats import FP8, MXFP4, MXFP4_SHUFFLED, MXFP8, NVFP4, ROWS_FP8
 from samebits.formats.descriptor import FormatPair
 from samebits.routing import Routing
 from samebits.testing.cases import MODELS
 
-FORMATS = {f.name: f for f in (FP8, MXFP8, MXFP4, NVFP4)}
+FORMATS = {f.name: f for f in (FP8, MXFP8, MXFP4, MXFP4_SHUFFLED, NVFP4)}
 # Of the activations, by what a cell calls its format; weights are in the format of the first word.
 ROW_FORMATS = {"fp8-rows": ROWS_FP8, "mxfp8-rows": MXFP8}
 # What quantised activations may change, as a share of the output.
 FARTHEST = 0.125
 DECODE = [
     (shape, key, tokens)
-    for key in ("fp8", "mxfp4", "mxfp8")
+    for key in ("fp8", "mxfp4", "mxfp4_shuffled", "mxfp8")
     for shape in ("mixtral", "gpt-oss-120b", "deepseek-v3")
     for tokens in (1, 4, 16)
 ]
 PREFILL = [
     (shape, key, 4096)
-    for key in ("fp8", "mxfp4")
+    for key in ("fp8", "mxfp4", "mxfp4_shuffled")
     for shape in ("mixtral", "gpt-oss-120b", "deepseek-v3")
 ]
 # A replay lasts about this long.
@@ -153,7 +153,7 @@ def measure(shape, key, tokens, stored, plain):
     if same:
         ours["ms"] = ms
     print(
-        f"{shape:13} {key:6} T={tokens:<5} {ms:8.4f} ms  dense {dense_ms:8.4f} ms  "
+        f"{shape:13} {key:14} T={tokens:<5} {ms:8.4f} ms  dense {dense_ms:8.4f} ms  "
         f"{dense_ms / ms:5.2f}x  {floor / ms:.2f} of the floor"
         + ("" if problem.row_format is None else f"  distance {distance:.1e}")
         + ("" if same else "  OTHER BITS"),

@@ -1,12 +1,13 @@
 """Time triton_kernels' MXFP4 layer beside ours: a peer that is installed by hand.
 
-    python benchmarks/triton_kernels_peer.py --out FILE [--cells mixtral:mxfp4:16,…]
+    python benchmarks/triton_kernels_peer.py --out FILE [--cells mixtral:mxfp4_shuffled:16,…]
 
 No package index has it (PyPI's ``triton-kernels`` is another project). vLLM's wheel brings a copy
 in ``vllm/third_party``, which imports with Triton 3.6; put the folder that holds it on PYTHONPATH.
-Weights are stored as vLLM stores them for Hopper. Both layers have gpt-oss' activation and
-interleaved weights, which is what its fused activation computes. The peer's routing is made
-outside the timed region, ours inside: the comparison favours the peer by those launches.
+Its weights are stored as vLLM stores them for Hopper, ours as a cell says. Both layers have the
+activation of gpt-oss and interleaved weights, which is what its fused activation computes. The
+peer's routing is made outside the timed region, ours inside: the comparison favours the peer by
+those launches.
 """
 
 import argparse
@@ -27,8 +28,8 @@ from samebits.weights import Layout
 
 ACTIVATION = Activation(alpha=1.702, limit=7.0, linear_offset=1.0)
 CELLS = [
-    *(("gpt-oss-120b", "mxfp4", tokens) for tokens in (1, 4, 16)),
-    *(("mixtral", "mxfp4", tokens) for tokens in (4, 16)),
+    *(("gpt-oss-120b", "mxfp4_shuffled", tokens) for tokens in (1, 4, 16)),
+    *(("mixtral", "mxfp4_shuffled", tokens) for tokens in (4, 16)),
 ]
 # Its activation and ours round at other places.
 FARTHEST = 0.02
@@ -83,9 +84,9 @@ def routed(problem, ids, probs):
     return routing(logits.scatter(1, ids.long(), probs.float().log()), problem.K)
 
 
-def measure(shape, tokens, weights, peer):
+def measure(shape, key, tokens, weights, peer):
     """Return the rows of one cell: ours, and the peer's."""
-    problem = replace(problem_of(shape, "mxfp4"), activation=ACTIVATION, layout=weights.layout)
+    problem = replace(problem_of(shape, key), activation=ACTIVATION, layout=weights.layout)
     sets = [
         (x, ids, probs / probs.sum(1, keepdim=True))
         for x, ids, probs in sets_of(problem, tokens, "uniform")
@@ -96,9 +97,9 @@ def measure(shape, tokens, weights, peer):
     distance = float((theirs.float() - out.float()).norm() / out.float().norm())
     other = captured_calls(lambda which: peer(sets[which][0], routings[which]), len(sets), 1)
     ms, peer_ms = interleaved((graph, other), len(sets))
-    about = {"op": "low_precision", "shape": shape, "format": "mxfp4", "T": tokens}
+    about = {"op": "low_precision", "shape": shape, "format": key, "T": tokens}
     print(
-        f"{shape:13} T={tokens:<5} {ms:8.4f} ms  triton_kernels {peer_ms:8.4f} ms  "
+        f"{shape:13} {key:14} T={tokens:<5} {ms:8.4f} ms  triton_kernels {peer_ms:8.4f} ms  "
         f"{peer_ms / ms:5.2f}x  distance {distance:.1e}"
         + ("" if distance < FARTHEST else "  FAR APART"),
         flush=True,
@@ -125,11 +126,12 @@ def main():
         for shape in dict.fromkeys(cell[0] for cell in arguments.cells):
             problem = problem_of(shape, "mxfp4")
             weights = random_weights(MXFP4, problem, Layout(interleave=1))
-            peer = layer_of(weights)
-            for cell in arguments.cells:
-                if cell[0] == shape:
-                    rows += [row | versions for row in measure(shape, cell[2], weights, peer)]
-            del weights, peer
+            peer, stored = layer_of(weights), {"mxfp4": weights}
+            for _, key, tokens in (cell for cell in arguments.cells if cell[0] == shape):
+                if key not in stored:
+                    stored[key] = weights.shuffled()
+                rows += [r | versions for r in measure(shape, key, tokens, stored[key], peer)]
+            del weights, peer, stored
             torch.cuda.empty_cache()
             arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

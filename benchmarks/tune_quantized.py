@@ -19,18 +19,18 @@ from quantized_inputs import dense, random_matrix, random_weights
 from timing import captured, compile_in_processes, replayed
 
 from samebits.activation import Activation
-from samebits.formats import FP8, MXFP4, MXFP8, NVFP4
+from samebits.formats import FP8, MXFP4, MXFP4_SHUFFLED, MXFP8, NVFP4
 from samebits.ops.dequantize.kernel import launch_dequantize
 from samebits.ops.dequantize.tuning import Config as CopyConfig
 from samebits.ops.indirect_gemm import kernel as used
-from samebits.ops.indirect_gemm.tuning import Config, heuristic
+from samebits.ops.indirect_gemm.tuning import Config, heuristic, supports_upcast
 from samebits.ops.permute.reference import tiles
 from samebits.routing import Permutation
 from samebits.testing.cases import MODELS
 from samebits.weights import Layout
 
 ACTIVATION = Activation()
-FORMATS = {f.name: f for f in (FP8, MXFP8, MXFP4, NVFP4)}
+FORMATS = {f.name: f for f in (FP8, MXFP8, MXFP4, MXFP4_SHUFFLED, NVFP4)}
 # block_r, block_n, block_k, warps, stages.
 TILES = [
     (8, 64, 128, 2, 4),
@@ -43,15 +43,33 @@ TILES = [
     (8, 32, 128, 2, 4),
     (32, 128, 128, 2, 3),
 ]
+# The same for shuffled words, of which every warp has rows of its own.
+SHUFFLED_TILES = [
+    (8, 128, 128, 2, 4),
+    (8, 128, 128, 2, 3),
+    (8, 128, 256, 2, 3),
+    (8, 128, 256, 4, 3),
+    (16, 128, 128, 2, 4),
+    (16, 128, 256, 4, 3),
+    (8, 256, 128, 4, 4),
+    (8, 64, 256, 2, 4),
+    (8, 64, 512, 4, 3),
+    (8, 64, 256, 4, 4),
+]
 # What is timed unless arguments say otherwise.
 CELLS = {
     "fp8": {"mixtral": (1, 4, 16, 64), "gpt-oss-120b": (16,), "deepseek-v3": (4, 16)},
     "mxfp4": {"mixtral": (1, 4, 16, 64), "gpt-oss-120b": (4, 16, 64), "deepseek-v3": (16,)},
+    "mxfp4_shuffled": {
+        "mixtral": (1, 4, 16, 64),
+        "gpt-oss-120b": (1, 4, 16, 256),
+        "deepseek-v3": (16,),
+    },
     "mxfp8": {"mixtral": (16,)},
     "nvfp4": {"mixtral": (16,)},
 }
-# Formats that are timed with fewer.
-FEW = {"mxfp8": TILES[:5:4], "nvfp4": TILES[:5:4]}
+# Formats that are timed with others.
+OTHERS = {"mxfp8": TILES[:5:4], "mxfp4_shuffled": SHUFFLED_TILES, "nvfp4": TILES[:5:4]}
 COPIES = [(16, 512, 4), (32, 256, 4), (8, 1024, 4), (16, 512, 8), (64, 128, 4)]
 
 
@@ -60,6 +78,12 @@ def config(block_r, block_n, block_k, warps, stages):
         block_r=block_r, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages,
         swap=True, group=1, programs=1 << 20,
     )  # fmt: skip
+
+
+def tiles_of(held, parts=1):
+    """Return the candidates that can multiply such weights, whose rows are in so many parts."""
+    found = OTHERS.get(held.name, TILES)
+    return [tile for tile in found if supports_upcast(config(*tile), held, parts)]
 
 
 class Inputs:
@@ -122,7 +146,7 @@ def measure(name, tokens, weights, expected, results):
         tile_of_dense = plain[stage == "second"]
         base = timed(lambda w, f=run, c=tile_of_dense: f(w, expected, c), 4, repeats)
         rows = []
-        for tile in FEW.get(held.name, TILES):
+        for tile in tiles_of(held, 2 if stage == "first" else 1):
             candidate = config(*tile)
             per_expert = tokens * problem.K / problem.E
             if not tile[0] / 8 <= max(per_expert, 2) <= 2 * tile[0]:
@@ -173,14 +197,17 @@ def copies(name, weights, results):
 
 def layouts_and_scales(results):
     """Compare bits where the fast way ends: other layouts, scales of 4 and more, NaN, tails."""
-    small = replace(MODELS["mixtral"], H=224, F=96, E=5)
     for held in FORMATS.values():
+        # Contractions that end within a step, and within a word of scales.
+        sizes = {"H": 192, "F": 64} if held.shuffled else {"H": 224, "F": 96}
+        small = replace(MODELS["mixtral"], E=5, **sizes)
         for layout in (Layout(), Layout(interleave=1)):
             weights = random_weights(held, small, layout)
             if held.scales == "e8m0":
-                weights.gate_up.scales[1, 3, 0] = 0
-                weights.gate_up.scales[2, 5, 1] = 140
-                weights.down.scales[3, 7, 2] = 255
+                for matrix in (weights.gate_up, weights.down):
+                    # The first bytes of a row, or of its first 128 columns.
+                    scales = matrix.scales[:, 0] if held.shuffled else matrix.scales
+                    scales[1, 3, 0], scales[2, 5, 1], scales[3, 7, 0] = 0, 140, 255
             expected = dense(weights)
             whole = torch.equal(
                 expected.down.nan_to_num(7.0),
@@ -191,7 +218,7 @@ def layouts_and_scales(results):
             hs = [inputs.first(0, expected, plain[0])]
             ys = inputs.second(0, hs, expected.down, plain[1])
             live = int(inputs.sets[0][2][-1])
-            for tile in (TILES[0], TILES[4]):
+            for tile in tiles_of(held, 2)[:5:4]:
                 h = inputs.first(0, weights, config(*tile))
                 y = inputs.second(0, hs, weights.down, config(*tile))
                 pairs = ((h, hs[0]), (y, ys))
@@ -209,15 +236,17 @@ def layouts_and_scales(results):
 
 def compile_share(index, count):
     problem = replace(MODELS["mixtral"], H=256, F=256, E=2)
-    jobs = [(held, tile) for held in FORMATS.values() for tile in FEW.get(held.name, TILES)]
+    jobs = [(held, tile) for held in FORMATS.values() for tile in tiles_of(held)]
     for held, tile in jobs[index::count]:
         for layout in (Layout(), Layout(interleave=1)):
-            if layout != Layout() and tile not in (TILES[0], TILES[4]):
+            if layout != Layout() and tile not in tiles_of(held, 2)[:5:4]:
                 continue
             weights, inputs = random_weights(held, problem, layout), Inputs(problem, 2, 1)
-            h = inputs.first(0, weights, config(*tile))
+            if tile in tiles_of(held, 2):
+                inputs.first(0, weights, config(*tile))
+            h = torch.zeros(4, problem.F, device="cuda", dtype=torch.bfloat16)
             inputs.second(0, [h], weights.down, config(*tile))
-    for held in list(FORMATS.values())[index % 4 :: 4][:1]:
+    for held in list(FORMATS.values())[index % 5 :: 5][:1]:
         for block_n, block_k, warps in COPIES:
             matrix = random_matrix(held, (2, 256, 1024), 0)
             launch_dequantize(
@@ -249,7 +278,7 @@ def main():
                 print("out of time before", key, name)
                 break
             weights = random_weights(FORMATS[key], MODELS[name])
-            if name == "mixtral" or key == "mxfp4":
+            if name == "mixtral" or key.startswith("mxfp4"):
                 copies(name, weights, results)
             expected = dense(weights)
             for count in tokens:

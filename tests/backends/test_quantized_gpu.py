@@ -8,7 +8,16 @@ from torch import Tensor
 
 from samebits.backends import repetition
 from samebits.experts import experts
-from samebits.formats import FP8, MXFP4, MXFP8, NVFP4, WeightFormat, dequantize, quantize
+from samebits.formats import (
+    FP8,
+    MXFP4,
+    MXFP4_SHUFFLED,
+    MXFP8,
+    NVFP4,
+    WeightFormat,
+    dequantize,
+    quantize,
+)
 from samebits.formats.weights import QuantizedWeights
 from samebits.ops.indirect_gemm.tuning import (
     QUANTIZED_FEW,
@@ -26,11 +35,11 @@ from samebits.weights import ExpertWeights, Layout
 pytestmark = pytest.mark.gpu
 
 # The last is no power of two and has ragged blocks: it is always made dense.
-FORMATS = (FP8, MXFP8, MXFP4, NVFP4, WeightFormat(name="fp8", block=(48, 40)))
+FORMATS = (FP8, MXFP8, MXFP4, NVFP4, MXFP4_SHUFFLED, WeightFormat(name="fp8", block=(48, 40)))
 LAYOUTS = (Layout(), Layout(interleave=1), Layout(interleave=16), Layout(up_first=True))
 BOTH = pytest.mark.parametrize("backend", ["fused", "grouped"])
 TOKENS = (0, 1, 2, 7, 16, 17, 64, 257)
-BASE = replace(CASES["bf16-gpt-oss"], H=256, F=224, E=8, grad=False)
+BASE = replace(CASES["bf16-gpt-oss"], H=256, F=192, E=8, grad=False)
 
 
 def _layer(
@@ -88,12 +97,13 @@ def test_every_placement(placement: ProbPlacement, backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("held", FORMATS[:4], ids=str)
+@pytest.mark.parametrize("held", FORMATS[:5], ids=str)
 def test_every_tile_has_the_bits_of_the_dense_table(held: WeightFormat, dtype: torch.dtype) -> None:
     from samebits.ops.indirect_gemm.kernel import launch_first_projection, launch_second_projection
     from samebits.ops.permute.reference import tiles
 
-    for hidden, columns in ((64, 96), (2080, 160), (2880, 512)):
+    ragged = ((64, 192), (2112, 128)) if held.shuffled else ((64, 96), (2080, 160))
+    for hidden, columns in (*ragged, (2880, 512)):
         problem = replace(BASE, H=hidden, F=columns)
         inputs = make_inputs(problem, 60, distribution="zipf", device="cuda")
         stored = quantize(inputs.weights.map(lambda t: t.to(dtype)), held)
@@ -152,12 +162,18 @@ def test_repeated_calls_see_the_weights_that_are_there(
 
 
 @pytest.mark.parametrize("exponent", [0, 1, 128, 129, 200, 254, 255])
-@pytest.mark.parametrize("held", [MXFP8, MXFP4], ids=str)
+@pytest.mark.parametrize("held", [MXFP8, MXFP4, MXFP4_SHUFFLED], ids=str)
 def test_scales_of_every_size(held: WeightFormat, exponent: int) -> None:
     inputs = make_inputs(BASE, 6, device="cuda")
     stored = quantize(inputs.weights, held)
-    stored.gate_up.scales[:, 3, 1] = exponent
-    stored.down.scales[:, 5, 2] = exponent
+    if held.shuffled:
+        stored.gate_up.scales[:, 0, 3, 1] = exponent
+        stored.down.scales[:, 0, 5, 2] = exponent
+        # Bytes of no columns.
+        stored.down.scales[:, 1, :, 2:] = 255
+    else:
+        stored.gate_up.scales[:, 3, 1] = exponent
+        stored.down.scales[:, 5, 2] = exponent
     dense = dequantize(stored)
     from samebits.ops.dequantize.kernel import launch_dequantize
 
@@ -184,7 +200,7 @@ def test_every_code_is_made_dense_as_torch_makes_it(held: WeightFormat, dtype: t
 
 
 @BOTH
-@pytest.mark.parametrize("held", [FP8, MXFP4], ids=str)
+@pytest.mark.parametrize("held", [FP8, MXFP4, MXFP4_SHUFFLED], ids=str)
 def test_gradients_around_frozen_weights(held: WeightFormat, backend: str) -> None:
     for tokens in (6, 300):
         inputs = make_inputs(replace(BASE, grad=True), tokens, device="cuda")
@@ -215,7 +231,7 @@ def test_experts_without_rows_are_not_read(tokens: int, backend: str) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("held", [FP8, MXFP4], ids=str)
+@pytest.mark.parametrize("held", [FP8, MXFP4, MXFP4_SHUFFLED], ids=str)
 def test_graph_replay_and_no_synchronisation(held: WeightFormat, backend: str) -> None:
     for tokens in (4, 200):
         inputs, other = (make_inputs(BASE, tokens, seed=s, device="cuda") for s in (0, 1))

@@ -14,7 +14,15 @@ from samebits.activation import Activation
 from samebits.backends import BACKENDS
 from samebits.backends.call import DIFFERENTIABLE, Call, call_of
 from samebits.backends.matrices import tiles_of
-from samebits.formats import FP8, MXFP4, MXFP8, NVFP4, WeightFormat, dequantize
+from samebits.formats import (
+    FP8,
+    MXFP4,
+    MXFP4_SHUFFLED,
+    MXFP8,
+    NVFP4,
+    WeightFormat,
+    dequantize,
+)
 from samebits.formats.matrix import QuantizedMatrix
 from samebits.formats.weights import QuantizedWeights
 from samebits.ops.indirect_gemm import tuning
@@ -31,7 +39,7 @@ pytestmark = [
 
 RELU = Activation(kind="relu")
 SMALL = Problem(H=64, F=64, E=3, K=2, dtype="fp16", device="sm_90", activation=RELU)
-FORMATS = (FP8, MXFP8, MXFP4, NVFP4)
+FORMATS = (FP8, MXFP8, MXFP4, NVFP4, MXFP4_SHUFFLED)
 LAYOUTS = (Layout(), Layout(interleave=1), Layout(interleave=32, up_first=True))
 SMALL_TILE = tuning.Config(
     block_r=8, block_n=64, block_k=32, num_warps=2, num_stages=2, swap=True, programs=3
@@ -41,8 +49,11 @@ SMALL_TILE = tuning.Config(
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = tuning.Entry(10.0, SMALL_TILE, SMALL_TILE)
-    monkeypatch.setattr(tuning, "QUANTIZED_TABLE", dict.fromkeys(tuning.QUANTIZED_TABLE, (entry,)))
-    monkeypatch.setattr(tuning, "QUANTIZED_FEW", dict.fromkeys(tuning.QUANTIZED_FEW, entry))
+    words = replace(SMALL_TILE, block_k=128)
+    shuffled = tuning.Entry(10.0, words, words)
+    few = dict.fromkeys(tuning.QUANTIZED_FEW, entry) | {"mxfp4_shuffled": shuffled}
+    monkeypatch.setattr(tuning, "QUANTIZED_TABLE", {name: (tile,) for name, tile in few.items()})
+    monkeypatch.setattr(tuning, "QUANTIZED_FEW", few)
     dense = replace(SMALL_TILE, tma=False)
     monkeypatch.setattr(tuning, "heuristic", lambda *_: (dense, dense))
     from samebits.ops.grouped_gemm import tuning as grouped_tuning
@@ -96,7 +107,12 @@ def both(problem: Problem, held: WeightFormat) -> tuple[tuple[Problem, Call], tu
 
 
 @pytest.mark.parametrize(
-    ("held", "layout"), [*zip(FORMATS, (*LAYOUTS, Layout()), strict=True)], ids=str
+    ("held", "layout"),
+    [
+        *zip(FORMATS, (*LAYOUTS, Layout(), Layout()), strict=True),
+        (MXFP4_SHUFFLED, Layout(interleave=1)),
+    ],
+    ids=str,
 )
 def test_fused_upcasts(held: WeightFormat, layout: Layout) -> None:
     problem = replace(SMALL, layout=layout)
@@ -125,6 +141,19 @@ def test_every_placement(backend: str, placement: ProbPlacement) -> None:
     out, _ = BACKENDS[backend].forward(*stored, save=False)
 
     assert_bitwise_equal(out, BACKENDS[backend].forward(*dense, save=False)[0])
+
+
+def test_scale_padding_of_shuffled_words_has_no_meaning() -> None:
+    # 64 columns are half a word of scales, and less than a step.
+    (problem, call), dense = both(SMALL, MXFP4_SHUFFLED)
+    assert call.gate_up_scales is not None
+    assert call.down_scales is not None
+    call.gate_up_scales[..., 2:] = 0xFF
+    call.down_scales[..., 2:] = 0xFF
+
+    out, _ = BACKENDS["fused"].forward(problem, call, save=False)
+
+    assert_bitwise_equal(out, BACKENDS["fused"].forward(*dense, save=False)[0])
 
 
 @pytest.mark.parametrize("columns", [64, 70])

@@ -18,7 +18,7 @@ from triton.runtime import driver
 import cubins
 from cubins_indirect_gemm import _Collect, spelled
 from samebits.activation import Activation
-from samebits.formats import FP8, MXFP4, MXFP8, NVFP4, WeightFormat
+from samebits.formats import FP8, MXFP4, MXFP4_SHUFFLED, MXFP8, NVFP4, WeightFormat
 from samebits.formats.matrix import QuantizedMatrix
 from samebits.ops.dequantize import kernel as dequantize
 from samebits.ops.indirect_gemm import kernel as projection
@@ -27,7 +27,7 @@ from samebits.ops.permute.tuning import buffer_size, unpack
 from samebits.weights import Layout
 
 EXPERTS, TOPK, HIDDEN, COLUMNS, TOKENS = 32, 4, 2880, 2880, 16
-FORMATS = (FP8, MXFP8, MXFP4, NVFP4)
+FORMATS = (FP8, MXFP8, MXFP4, MXFP4_SHUFFLED, NVFP4)
 
 
 class Case(NamedTuple):
@@ -52,6 +52,10 @@ def _cases() -> dict[str, Case]:
                 found[f"{which}-{held}-{spelled(config)}"] = Case(which, held, config)
     config = QUANTIZED_TABLE["mxfp4"][0].first
     found["first-mxfp4-gpt-oss"] = Case("first", MXFP4, config, Layout(interleave=1))
+    config = QUANTIZED_TABLE["mxfp4_shuffled"][0].first
+    found["first-mxfp4_shuffled-gpt-oss"] = Case(
+        "first", MXFP4_SHUFFLED, config, Layout(interleave=1)
+    )
     return found
 
 
@@ -90,6 +94,7 @@ def build(case: Case, sm: int) -> Any:
     )
     if case.kernel == "dequantize":
         words = "_words" if case.held.values == "e2m1" else ""
+        words = "_shuffled" if case.held.shuffled else words
         collect = _collected(dequantize, f"_dequantize{words}_kernel")
         offsets = torch.empty(EXPERTS + 1, dtype=torch.int32, device="meta")
         dequantize.launch_dequantize(_matrix(case.held, HIDDEN, COLUMNS), torch.bfloat16, offsets)

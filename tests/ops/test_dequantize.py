@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from samebits.formats import FP8, MXFP4, MXFP8, NVFP4, WeightFormat
+from samebits.formats import FP8, MXFP4, MXFP4_SHUFFLED, MXFP8, NVFP4, WeightFormat
 from samebits.formats.packing import quantize_matrix
 from samebits.ops.dequantize.kernel import launch_dequantize
 from samebits.ops.dequantize.reference import dequantize
@@ -37,16 +37,29 @@ def test_ragged_matrices_have_the_numbers_of_the_format(held, dtype) -> None:
         )
 
 
-def test_mxfp4_in_bf16_is_exact_whatever_its_scales_are() -> None:
-    matrix = drawn(MXFP4, (3, 33, 256))
+@pytest.mark.parametrize("shuffled", [False, True], ids=["stored", "shuffled"])
+def test_mxfp4_in_bf16_is_exact_whatever_its_scales_are(shuffled: bool) -> None:
+    matrix = drawn(MXFP4, (3, 33, 192))
     # In the interpreter the smallest bf16 numbers become zeros.
     matrix.scales.clamp_(4)
     for exponent in (127, 128, 129, 250, 255):
         matrix.scales[1, 5, 3] = exponent
+        held = matrix.shuffled() if shuffled else matrix
 
-        made = launch_dequantize(matrix, torch.bfloat16, None, TILE)
+        made = launch_dequantize(held, torch.bfloat16, None, TILE)
         assert_bitwise_equal(
             made.nan_to_num(7.0), matrix.dequantize(torch.bfloat16).nan_to_num(7.0)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_shuffled_words_have_the_numbers_of_mxfp4(dtype) -> None:
+    for shape in ((3, 33, 64), (2, 5, 192)):
+        matrix = drawn(MXFP4_SHUFFLED, shape)
+        matrix.scales[..., matrix.columns % 128 // 32 or 4 :] = 0xFF
+
+        assert_bitwise_equal(
+            launch_dequantize(matrix, dtype, None, TILE), dequantize(matrix, dtype, None)
         )
 
 

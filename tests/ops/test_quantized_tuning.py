@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from samebits.activation import Activation
-from samebits.formats import MXFP4, WeightFormat
+from samebits.formats import MXFP4, MXFP4_SHUFFLED, WeightFormat
 from samebits.formats.descriptor import FormatPair
 from samebits.ops.indirect_gemm.tuning import (
     QUANTIZED_FEW,
@@ -62,10 +62,22 @@ def test_layouts_whose_parts_a_tile_can_read() -> None:
     assert quantized_heuristic(32, plain) is not None
 
 
+def test_shuffled_weights_have_rows_for_every_warp() -> None:
+    tile = QUANTIZED_TABLE["mxfp4_shuffled"][0].second
+
+    assert tile.num_warps == 4
+    assert supports_upcast(tile, MXFP4_SHUFFLED)
+    assert not supports_upcast(tile, MXFP4)
+    for other in ({"num_warps": 16}, {"block_k": 64}, {"block_n": 32}, {"swap": False}):
+        assert not supports_upcast(replace(tile, **other), MXFP4_SHUFFLED)
+    assert supports_upcast(tile, MXFP4_SHUFFLED, 2)
+    assert not supports_upcast(replace(tile, block_n=64), MXFP4_SHUFFLED, 2)
+
+
 def test_every_tile_of_the_tables_may_upcast_every_format() -> None:
     for name, table in QUANTIZED_TABLE.items():
         held = WeightFormat(name=name, block=(128, 128) if name == "fp8" else None)
         for entry in (*table, QUANTIZED_FEW[name]):
             assert entry.first.block_r == entry.second.block_r
-            assert supports_upcast(entry.first, held)
+            assert supports_upcast(entry.first, held, 2)
             assert supports_upcast(entry.second, held)

@@ -89,27 +89,30 @@ def _dealt(pairs):
 
 
 @triton.jit
-def _scale_word(ptrs, stride, word, words, known):
+def _scale_word(ptrs, stride, word, known, K):
     """Load the exponents of 128 columns, four in a word; zeros where there are no such columns."""
-    found = tl.load(ptrs + word * stride, mask=known & (word < words), other=0)
-    return found.to(tl.uint32, bitcast=True)
+    found = tl.load(ptrs + word * stride, mask=known & (word * 128 < K), other=0)
+    # Bytes past the last column have no meaning.
+    there = tl.where(word * 128 + 64 < K, 0xFFFFFFFF, 0xFFFF).to(tl.uint32)
+    return found.to(tl.uint32, bitcast=True) & there
 
 
 @triton.jit
-def _exponents(ptrs, stride, word, words, known, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+def _exponents(ptrs, stride, k, known, K, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
     """Return ``[BLOCK, BLOCK_K / 64]``: in the low 16 bits two exponents; and all of a row ORed."""
-    a = _scale_word(ptrs, stride, word, words, known)
+    word = k // 128
+    a = _scale_word(ptrs, stride, word, known, K)
     if BLOCK_K == 128:
         return tl.join(a, a >> 16), a
     elif BLOCK_K == 256:
-        b = _scale_word(ptrs, stride, word + 1, words, known)
+        b = _scale_word(ptrs, stride, word + 1, known, K)
         whole = tl.permute(tl.join(tl.join(a, a >> 16), tl.join(b, b >> 16)), (0, 2, 1))
         return tl.reshape(whole, (BLOCK, 4)), a | b
     else:
         tl.static_assert(BLOCK_K == 512)
-        b = _scale_word(ptrs, stride, word + 1, words, known)
-        c = _scale_word(ptrs, stride, word + 2, words, known)
-        d = _scale_word(ptrs, stride, word + 3, words, known)
+        b = _scale_word(ptrs, stride, word + 1, known, K)
+        c = _scale_word(ptrs, stride, word + 2, known, K)
+        d = _scale_word(ptrs, stride, word + 3, known, K)
         first = tl.join(tl.join(a, a >> 16), tl.join(b, b >> 16))
         second = tl.join(tl.join(c, c >> 16), tl.join(d, d >> 16))
         whole = tl.permute(tl.join(first, second), (0, 3, 2, 1))
@@ -222,7 +225,6 @@ def _sums(
     first = tl.zeros((WARPS, BLOCK // WARPS, BLOCK_R), tl.float32)
     second = tl.zeros((WARPS, BLOCK // WARPS, BLOCK_R), tl.float32)
     ored = tl.zeros((BLOCK,), tl.uint32)
-    scale_words = tl.cdiv(K, 128)
     # Of 16 columns all rows, then the next 16: eight rows of four threads read neighbours.
     ks = (tl.arange(0, BLOCK_K // 16) * 16)[:, None, None] + tl.arange(0, 16)[None, None, :]
     for k in range(0, K, BLOCK_K):
@@ -232,15 +234,13 @@ def _sums(
         # Rows, groups of 32, which pair, thread, instruction, half of the pair.
         a = tl.reshape(tl.permute(a, (2, 0, 4, 3, 1, 5)), (BLOCK_R, BLOCK_K)).T
         tile = words.load([expert, column, k // 8]).reshape(BLOCK, BLOCK_K // 8)
-        exponents, every = _exponents(one, stride, k // 128, scale_words, one_known, BLOCK, BLOCK_K)
+        exponents, every = _exponents(one, stride, k, one_known, K, BLOCK, BLOCK_K)
         first = _dot(_weights(tile, exponents, PRODUCTS, DTYPE), a, first, WARPS)
         if PRODUCTS == "one":
             ored |= every
         if PARTS == 2:
             tile = words.load([expert, column + distance, k // 8]).reshape(BLOCK, BLOCK_K // 8)
-            exponents, every = _exponents(
-                other, stride, k // 128, scale_words, other_known, BLOCK, BLOCK_K
-            )  # fmt: skip
+            exponents, every = _exponents(other, stride, k, other_known, K, BLOCK, BLOCK_K)
             second = _dot(_weights(tile, exponents, PRODUCTS, DTYPE), a, second, WARPS)
             if PRODUCTS == "one":
                 ored |= every

@@ -165,19 +165,19 @@ QUANTIZED_FEW = {
 _FILLING = 6 * 132
 
 
-def supports_upcast(config: Config, held: WeightFormat) -> bool:
-    """Return whether a tile may upcast weights of a format.
+def supports_upcast(config: Config, held: WeightFormat, parts: int = 1) -> bool:
+    """Return whether a tile may upcast weights of a format; ``parts`` share its rows.
 
     Operands in registers are for ``mma.sync`` alone, which Triton takes for fewer than four warps:
     asynchronous products of such operands may be wrong (docs/projections.md). Scales are one to a
     power of two of columns, at least the four of a word. Of shuffled weights each warp has 16 rows
-    or a multiple of them, of each part where there are two, and steps are of words of scales.
+    or a multiple of them, of each part, and a step is one of words of scales.
 
     Determinism: pure function of its arguments.
     """
     if held.shuffled:
-        each = config.block_n // (2 * config.num_warps)
-        return config.swap and each % 16 == 0 and config.block_k in (128, 256, 512)
+        each = config.block_n // (parts * config.num_warps)
+        return config.swap and each > 0 and each % 16 == 0 and config.block_k in (128, 256, 512)
     columns = held.columns
     power = columns >= 4 and columns & (columns - 1) == 0
     return config.swap and config.num_warps < 4 and config.block_k % 32 == 0 and power
@@ -202,10 +202,11 @@ def quantized_heuristic(rows: int, problem: Problem) -> tuple[Config, Config] | 
             first = few.first
         if experts * problem.H < _FILLING * second.block_n:
             second = few.second
-    if not (supports_upcast(first, held.gate_up) and supports_upcast(second, held.down)):
+    parts = problem.activation.columns
+    if not (supports_upcast(first, held.gate_up, parts) and supports_upcast(second, held.down)):
         return None
     # The rows of each part that a tile takes have to be neighbours.
-    span, part = problem.layout.interleave or problem.F, first.block_n // problem.activation.columns
+    span, part = problem.layout.interleave or problem.F, first.block_n // parts
     near = part % span == 0 or span % part == 0 or span == problem.F
     return (first, second) if near else None
 

@@ -7,6 +7,7 @@ table (some two minutes). The launchers themselves run, on tensors without memor
 """
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from samebits.ops.indirect_gemm import tuning as projection_tuning
 from samebits.ops.permute.tuning import buffer_size, unpack
 from samebits.ops.weight_gradient import kernel as weight
 from samebits.ops.weight_gradient import tuning as weight_tuning
+from samebits.ops.weight_gradient.specialized import kernel as specialized
 from samebits.weights import Layout
 
 EXPERTS, TOPK, HIDDEN, COLUMNS, TOKENS = 32, 4, 2880, 2880, 1000
@@ -56,7 +58,12 @@ def _cases() -> dict[str, Case]:
         found[f"input-{spelled(config)}"] = Case("input", config)
     for _, config in weight_tuning.TABLE:
         tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
-        found[f"weight-{tile}-{config.num_warps}w"] = Case("weight", config)
+        plain = replace(config, specialized=None)
+        found[f"weight-{tile}-{config.num_warps}w"] = Case("weight", plain)
+        if config.specialized is not None:
+            tile = config.specialized
+            shape = f"{tile.block_m}x{tile.block_n}x{tile.block_k}-{tile.num_stages}s"
+            found[f"weight-specialized-{shape}"] = Case("specialized", config)
     for product, config in (
         ("hidden", hidden_tuning.UNMEASURED),
         ("weight", weight_tuning.UNMEASURED),
@@ -73,6 +80,7 @@ _KERNELS = {
     "hidden": (hidden, "_hidden_gradient_kernel"),
     "input": (projection, "_second_projection_kernel"),
     "weight": (weight, "_weight_gradient_kernel"),
+    "specialized": (specialized, "_specialized_weight_gradient_kernel"),
 }
 _COLLECTED = {}
 for _product, (_module, _name) in _KERNELS.items():
@@ -96,12 +104,12 @@ def build(case: Case, sm: int) -> Any:
 
     integers = {"dtype": torch.int32}
     width = 2 * COLUMNS
-    if case.product == "weight":
+    if case.product in ("weight", "specialized"):
         weight.launch_weight_gradient(
             made(ROWS, width), made(ROWS, HIDDEN), made(EXPERTS + 1, **integers),
             made(EXPERTS, **integers), made(EXPERTS, width, HIDDEN), case.config,
         )  # fmt: skip
-        return _COLLECTED["weight"].compiled
+        return _COLLECTED[case.product].compiled
     block_r = case.config.block_r
     buffer = made(buffer_size(ROWS, EXPERTS, block_r), **integers)
     metadata = unpack(buffer, ROWS, EXPERTS, block_r)

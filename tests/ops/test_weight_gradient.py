@@ -11,7 +11,8 @@ from samebits.ops.weight_gradient.kernel import (
     launch_weight_gradient,
 )
 from samebits.ops.weight_gradient.reference import bias_gradient, weight_gradient
-from samebits.ops.weight_gradient.tuning import Config
+from samebits.ops.weight_gradient.specialized.kernel import launch_specialized_weight_gradient
+from samebits.ops.weight_gradient.tuning import Config, Specialized
 from samebits.testing.numerics import assert_bitwise_equal, assert_within_budget
 
 pytestmark = [
@@ -122,3 +123,22 @@ def test_bias_gradients_are_added_to_a_buffer_unrounded(dtype: torch.dtype) -> N
 
     assert_bitwise_equal(held[:, 1], (alone + 3.0).to(dtype))
     assert_bitwise_equal(held[:, 0], torch.full((4, 72), 3.0, dtype=dtype))
+
+
+def test_specialised_warps_are_asked_only_for_what_descriptors_can_say() -> None:
+    a, b = _rows(40, 0), _rows(72, 1)
+    order, config = launch_order(OFFSETS), replace(TILE, specialized=Specialized())
+    expected = launch_weight_gradient(a, b, OFFSETS, order, torch.empty(4, 40, 72), TILE)
+
+    dw = launch_weight_gradient(a, b, OFFSETS, order, torch.empty(4, 40, 72), config)
+
+    assert_bitwise_equal(dw, expected)
+    for left, right, place in (
+        (a.half(), b.half(), torch.empty(4, 40, 72)),
+        (a.half()[:, 1:], b.half(), torch.empty(4, 39, 72).half()),
+        (a.half(), b.half(), torch.empty(4, 72, 40).half().transpose(1, 2)),
+        (a.half()[:0], b.half()[:0], torch.empty(4, 40, 72).half()),
+    ):
+        assert not launch_specialized_weight_gradient(
+            left, right, OFFSETS, order, place, Specialized()
+        )

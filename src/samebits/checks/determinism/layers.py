@@ -32,6 +32,7 @@ INDIRECT = "ops/indirect_gemm/kernel.py:"
 NORM = "ops/row_norm/kernel.py:"
 SLOT = "ops/slot_gemm/kernel.py:"
 WEIGHT = "ops/weight_gradient/kernel.py:"
+SPECIALIZED_WEIGHT = "ops/weight_gradient/specialized/kernel.py:_specialized_weight_gradient_kernel"
 FIRST, SECOND = f"{INDIRECT}_first_projection_kernel", f"{INDIRECT}_second_projection_kernel"
 
 _QWEN = Problem(H=2048, F=768, E=128, K=8, dtype="bf16", device="sm_90")
@@ -144,6 +145,8 @@ def tile_of(family: str, problem: Problem, config: Any) -> dict[str, Any]:
     if "stored" in tile:
         # Descriptors store numbers of two bytes, in rows whose strides they can say.
         tile["stored"] &= problem.dtype != "fp32" and family != "odd"
+    if "specialized" in tile and family in ("odd", "main_grad"):
+        tile["specialized"] = None
     return tile
 
 
@@ -185,14 +188,29 @@ def single_slots(family: str, problem: Problem) -> Variant:
     )
 
 
+def _weight_tile(family: str, problem: Problem, rows: int) -> tuple[str, dict[str, Any]]:
+    """Return the kernel of weight gradients for so many rows, and its tile."""
+    config = weight_tuning.heuristic(rows, problem.E, problem.device)
+    tile = tile_of(family, problem, config)
+    specialized = tile.pop("specialized")
+    if specialized is None:
+        return f"{WEIGHT}_weight_gradient_kernel", tile
+    return SPECIALIZED_WEIGHT, specialized
+
+
+def _name_of(kernel: str) -> str:
+    return kernel.rpartition(":")[2]
+
+
 def backward(family: str, problem: Problem, per_expert: float) -> Variant:
     """Return the forward with every gradient, for so many rows per expert."""
     problem = replace(problem, grad=True, E=min(problem.E, 32))
     tokens = int(per_expert * problem.experts / problem.K)
     rows = tokens * problem.K
+    outer, weight = _weight_tile(family, problem, rows)
     kernels = [
         f"{HIDDEN}_hidden_gradient_kernel",
-        f"{WEIGHT}_weight_gradient_kernel",
+        outer,
         f"{WEIGHT}_order_kernel",
         FIRST,
         SECOND,
@@ -209,7 +227,6 @@ def backward(family: str, problem: Problem, per_expert: float) -> Variant:
     if problem.gate_up_bias is not None:
         kernels += [f"{WEIGHT}_chunk_sums_kernel", f"{WEIGHT}_sum_chunks_kernel"]
     hidden = hidden_tuning.heuristic(rows, problem.E, problem.device)
-    weight = weight_tuning.heuristic(rows, problem.E, problem.device)
     dx = indirect_tuning.input_gradient_heuristic(rows, problem.E, problem.device)
     tiles = _projections(family, problem, tokens)
     # Once for y, which a norm needs again, and once for the gradient of the input.
@@ -218,7 +235,7 @@ def backward(family: str, problem: Problem, per_expert: float) -> Variant:
     tiles |= {
         "_second_projection_kernel": both,
         "_hidden_gradient_kernel": tile_of(family, problem, hidden),
-        "_weight_gradient_kernel": tile_of(family, problem, weight),
+        _name_of(outer): weight,
     }
     return layer_variant("fused", family, problem, tokens, kernels, tiles)
 
@@ -244,18 +261,19 @@ def grouped(family: str, problem: Problem, per_expert: float) -> Variant:
 def _sorted_rows(backend: str, rows: int) -> Variant:
     """Return rows that their caller sorted, with gradients."""
     problem = replace(FEW, K=1, grad=True)
+    outer, tile = _weight_tile("sorted rows", problem, rows)
     kernels = [
         "ops/sorted_rows/kernel.py:_sorted_rows_kernel",
         *([FIRST] if backend == "fused" else [f"{ACTIVATION}_activation_forward_kernel"]),
         SECOND,
         *(f"{HIDDEN}{name}" for name in ("_hidden_gradient_kernel", "_probs_gradient_kernel")),
-        *(f"{WEIGHT}{name}" for name in ("_weight_gradient_kernel", "_order_kernel")),
+        *(outer, f"{WEIGHT}_order_kernel"),
         *(f"{PERMUTE}{name}" for name in ("_sum_kernel", "_tiles_kernel")),
     ]
     return Variant(
         name=f"{backend} sorted rows R={rows}",
         kernels=kernels,
-        config={"problem": str(problem), "rows": rows},
+        config={"problem": str(problem), "rows": rows, _name_of(outer): tile},
         prepare=partial(calls.sorted_rows, problem, rows, backend),
     )
 

@@ -4,6 +4,24 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Specialized:
+    """Tile of one program of ``specialized.py``, and the ring that feeds it."""
+
+    # Tile of the gradient; two warpgroups have half of its rows each.
+    block_m: int = 128
+    block_n: int = 256
+    # Rows per step.
+    block_k: int = 32
+    # Steps in shared memory.
+    num_stages: int = 6
+    # A tile leaves through as many boxes, one after the other: 1 or 2.
+    pieces: int = 1
+    # See ``Config``.
+    group: int = 8
+    programs: int = 132
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Tile of one program."""
 
@@ -22,15 +40,23 @@ class Config:
     stored: bool = False
     # Programs of a persistent grid, at most.
     programs: int = 132
+    # Instead of this tile where descriptors allow it and nothing is added to the result.
+    specialized: Specialized | None = None
 
     def for_fp32(self) -> "Config":
         """Return a tile that fp32 operands fit: IEEE products have no matrix unit."""
-        return replace(self, block_m=64, block_n=64, block_k=32, num_stages=2, num_warps=4)
+        return replace(
+            self, block_m=64, block_n=64, block_k=32, num_stages=2, num_warps=4, specialized=None
+        )
 
 
 # See ``samebits.ops.indirect_gemm.tuning.UNMEASURED``.
 UNMEASURED = Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=3, tma=False)
 
+
+# Steps of 32 rows; a tile that leaves in two pieces makes room for two more.
+_FEW_STEPS = Specialized(num_stages=8, pieces=2)
+_STEPS = Specialized()
 
 # bf16 on an H200, Triton 3.6.0, from benchmarks/tune_backward.py. Up to a number of slots per
 # expert, on average.
@@ -47,20 +73,29 @@ TABLE: tuple[tuple[float, Config], ...] = (
         # Three programs a processor.
         Config(
             block_m=128, block_n=128, block_k=32, num_warps=4, num_stages=2, stored=True,
-            programs=396,
+            programs=396, specialized=_FEW_STEPS,
         ),
     ),
     (
         640.0,
-        Config(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, stored=True),
+        Config(
+            block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, stored=True,
+            specialized=_STEPS,
+        ),
     ),
     (
         1100.0,
-        Config(block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3, programs=264),
+        Config(
+            block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3, programs=264,
+            specialized=_STEPS,
+        ),
     ),
     (
         float("inf"),
-        Config(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, stored=True),
+        Config(
+            block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, stored=True,
+            specialized=_STEPS,
+        ),
     ),
 )  # fmt: skip
 

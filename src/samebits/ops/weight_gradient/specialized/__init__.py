@@ -1,0 +1,1 @@
+"""Weight gradients by warps of several kinds, for sm_90."""

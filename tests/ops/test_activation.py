@@ -27,7 +27,7 @@ from activation_cases import (
     run_operator,
 )
 from samebits.activation import ACTIVATIONS, Activation, LimitPosition
-from samebits.ops.activation import Operands, Wanted, activate
+from samebits.ops.activation import Operands, Wanted, activate, blocks
 from samebits.ops.activation.blocks import BLOCK
 from samebits.ops.activation.tuning import Config, block_columns
 from samebits.testing.numerics import assert_bitwise_equal, assert_within_budget
@@ -275,6 +275,20 @@ def test_a_row_has_the_same_bits_among_several_blocks_of_two_threads(
                 assert_bitwise_equal(value, together[name][one], f"{name} of row {row}")
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4, 7])
+@pytest.mark.reference
+def test_every_thread_gets_whole_vectors(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+
+    for size in (1, 63, 768, 5000, 16448, 32768, 32832, 65536, 70001, 3 * 32768, 999_999):
+        padded = blocks._padded(size)
+        assert size <= padded < size + 64 * threads * threads + 64
+        # As torch cuts loops, those of gelu too.
+        for grain in (32768, max(1, padded // threads) if padded > 16384 else 32768):
+            parts = min(threads, -(-padded // grain)) if padded > grain else 1
+            assert -(-padded // parts) % 64 == 0, (size, padded, parts)
 
 
 @pytest.mark.parametrize("run", RUNNERS)

@@ -1,20 +1,27 @@
 """Blocks of rows that fit into a cache, and the memory that one after the other is computed in.
 
-A block lives in flat buffers whose length is a multiple of the vector width, because torch's scalar
-tail loop gives other bits than its vector loop: so the bits of a row do not depend on its position.
+torch's scalar tail loop gives other bits than its vector loop. So a block is computed as it lies
+where every thread gets whole vectors of it, else in flat copies that are padded to whole vectors:
+the bits of a row do not depend on its position.
 """
 
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from samebits.activation import Activation
 from samebits.ops.activation.operands import Operands, wide_dtype
+from samebits.weights import Layout
 
-# Elements of h per block and thread: large enough to hide the cost of a call, small enough for L2.
-BLOCK = 65536
-# torch gives a thread at least this many elements of a loop.
-_GRAIN = 32768
+# Kinds whose loops do not depend on strides; torch has two of gelu.
+_STRIDED = ("silu", "relu", "relu2")
+# Elements of h in a block, for each thread: enough to hide the cost of a call, few enough for L2.
+BLOCK = 131072
+# Loops of so many elements have one thread; gelu's have as many as there are from the second on.
+_SERIAL, _SERIAL_GELU = 32768, 16384
 # More elements than two vectors of any instruction set.
 _VECTOR = 64
 
@@ -29,63 +36,154 @@ def live_rows(operands: Operands) -> int:
     return max(live, 0)
 
 
-def blocks(operands: Operands, columns: int) -> Iterator[slice]:
-    """Cut the live rows into blocks of rows."""
-    live, threads = live_rows(operands), torch.get_num_threads()
-    step = max(1, BLOCK * threads // max(columns, 1))
+def _spans(live: int, columns: int, elements: int, *, whole: bool) -> Iterator[slice]:
+    """Cut the live rows into blocks of rows, the longest first; ``whole`` ones where that helps."""
+    threads = torch.get_num_threads()
+    step = max(1, elements * threads // columns)
     # Threads then get whole rows, and whole vectors where rows are whole vectors.
     step -= step % threads if step > threads else 0
-    for first in range(0, live, step):
-        yield slice(first, min(first + step, live))
+    first = 0
+    while first < live:
+        end = min(first + step, live)
+        if whole and not _is_whole((end - first) * columns):
+            # The few rows that no thread gets whole vectors of are a block of their own.
+            end -= (end - first) % threads if end - first > threads else 0
+        yield slice(first, end)
+        first = end
+
+
+def _unit(size: int) -> int:
+    """Return what ``size`` must be a multiple of for every thread to get whole vectors."""
+    threads = torch.get_num_threads()
+    if threads == 1 or size <= _SERIAL_GELU:
+        return _VECTOR
+    return _VECTOR * math.lcm(threads, min(threads, -(-size // _SERIAL)))
+
+
+def _is_whole(size: int) -> bool:
+    """Return whether torch cuts a loop of so many elements into whole vectors."""
+    return size % _unit(size) == 0
 
 
 def _padded(size: int) -> int:
-    """Return a length that torch cuts into whole vectors, however many threads share it."""
-    threads = torch.get_num_threads()
-    unit = _GRAIN
-    if size <= _GRAIN or size >= _GRAIN * threads:
-        unit = _VECTOR if size <= _GRAIN else _VECTOR * threads
-    return -(-size // unit) * unit
+    """Return the next length that is whole."""
+    while not _is_whole(size):
+        unit = _unit(size)
+        size = -(-size // unit) * unit
+    return size
 
 
 class Buffers:
-    """Flat memory that one block after the other works in: it stays in the cache."""
+    """Memory by name that one block after the other works in: it stays in the cache."""
 
-    def __init__(self, operands: Operands, columns: int) -> None:
-        longest = next(blocks(operands, columns), slice(0, 0)).stop
-        self._size = _padded(longest * columns)
-        self._dtype = wide_dtype(operands.z.dtype)
-        self._parts: dict[str, Tensor] = {}
-        # All blocks but the last have one shape: their views are made once.
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._memory: dict[str, Tensor] = {}
+        # All blocks but the last few have one shape: their views are made once.
         self._views: dict[tuple[str, torch.Size], Tensor] = {}
-        self._filled: dict[tuple[str, torch.Size], tuple[Tensor, ...]] = {}
+        self._copies: dict[tuple[str, torch.Size], tuple[Tensor, Tensor, Tensor | None]] = {}
+
+    def _flat(self, name: str, size: int) -> Tensor:
+        # The first block is the longest.
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() < size:
+            memory = self._memory[name] = torch.empty(size, dtype=self._dtype)
+        return memory if memory.numel() == size else memory[:size]
 
     def like(self, name: str, value: Tensor) -> Tensor:
         """Return the buffer ``name`` in the shape of ``value``; any content."""
         key = name, value.shape
-        if key not in self._views:
-            self._views[key] = self._rows(name, 1, value.numel())[0].view(value.shape)
-        return self._views[key]
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._flat(name, value.numel()).view(value.shape)
+        return view
 
-    def _rows(self, name: str, count: int, length: int) -> Tensor:
-        if name not in self._parts:
-            self._parts[name] = torch.empty(count, self._size, dtype=self._dtype)
-        return self._parts[name][:, :length]
-
-    def wide(self, name: str, parts: Tensor) -> tuple[Tensor, ...]:
-        """Return a flat copy of each of ``parts``, padded with zeros to whole vectors."""
-        key = name, parts.shape
-        if key not in self._filled:
-            size = parts[0].numel()
-            flat = self._rows(name, parts.shape[0], _padded(size))
-            self._filled[key] = flat[:, :size].view(parts.shape), flat[:, size:], *flat.unbind()
-        filled, padding, *flats = self._filled[key]
-        if padding.numel():
+    def copy(self, name: str, part: Tensor) -> Tensor:
+        """Return a flat copy of ``part``, padded with zeros to whole vectors."""
+        key = name, part.shape
+        made = self._copies.get(key)
+        if made is None:
+            size = part.numel()
+            flat = self._flat(name, _padded(size))
+            padding = None if flat.numel() == size else flat[size:]
+            made = self._copies[key] = flat, flat[:size].view(part.shape), padding
+        flat, filled, padding = made
+        filled.copy_(part)
+        if padding is not None:
             padding.zero_()
-        filled.copy_(parts)
-        return tuple(flats)
+        return flat
 
-    def is_flat(self, part: Tensor) -> bool:
-        """Return whether loops over ``part`` as it lies are whole vectors of the wide dtype."""
-        whole = part.shape[-1] % _VECTOR == 0 and _padded(part.numel()) == part.numel()
-        return whole and part.dtype == self._dtype
+
+class Block(NamedTuple):
+    """Rows that are computed together, in the wide dtype."""
+
+    span: slice
+    # (rows, n, block).
+    shape: torch.Size
+    # In that shape where torch gets whole vectors of them, else flat and padded; up is None
+    # without one.
+    gate: Tensor
+    up: Tensor | None
+    # Whether they are operands as they lie, not to be written to.
+    lent: bool
+
+
+def walk(
+    operands: Operands, activation: Activation, layout: Layout, buffers: Buffers, elements: int
+) -> Iterator[Block]:
+    """Yield the blocks of rows of ``z' = D(z + bias)``, of ``elements`` of h for each thread.
+
+    Determinism: elementwise.
+    """
+    z, live = operands.z, live_rows(operands)
+    columns = z.shape[1] // activation.columns
+    experts = _row_experts(operands)
+    strided = activation.kind in _STRIDED and layout.block(columns) % _VECTOR == 0
+    lent = z.dtype == wide_dtype(z.dtype)
+    for span in _spans(live, columns, elements, whole=strided):
+        rows = z[span] if operands.bias is None else _biased(operands, span, experts)
+        if strided and _is_whole(rows.shape[0] * columns):
+            # One copy of whole rows takes less time than two of their parts.
+            rows = rows if lent else buffers.like("rows", rows).copy_(rows)
+            gate, up = parts_of(rows, activation, layout)
+            yield Block(span, gate.shape, gate, up, lent)
+        else:
+            gate, up = parts_of(rows, activation, layout)
+            copies = buffers.copy("gate", gate), None if up is None else buffers.copy("up", up)
+            yield Block(span, gate.shape, *copies, lent=False)
+
+
+def parts_of(z: Tensor, activation: Activation, layout: Layout) -> tuple[Tensor, Tensor | None]:
+    """Return gate and up as views ``(rows, n, block)``.
+
+    Determinism: no arithmetic.
+    """
+    if not activation.gated:
+        return z.view(z.shape[0], 1, z.shape[1]), None
+    columns = z.shape[1] // 2
+    block = layout.block(columns)
+    pairs = z.view(z.shape[0], columns // block, 2, block)
+    first, second = pairs.unbind(2)
+    return (second, first) if layout.up_first else (first, second)
+
+
+def _biased(operands: Operands, span: slice, experts: Tensor | None) -> Tensor:
+    """Return ``D(z + bias)``."""
+    z, bias = operands.z[span], _row_bias(operands, span, experts)
+    assert bias is not None
+    # One rounding: sums of one dtype are computed in fp32 already.
+    return (z + bias if bias.dtype == z.dtype else z.to(bias.dtype) + bias).to(z.dtype)
+
+
+def _row_bias(operands: Operands, span: slice, experts: Tensor | None) -> Tensor | None:
+    if operands.bias is None or experts is None:
+        return operands.bias
+    return operands.bias[experts[span]]
+
+
+def _row_experts(operands: Operands) -> Tensor | None:
+    """Return the expert of each live row where every expert has its own bias."""
+    if operands.offsets is None:
+        return None
+    counts = operands.offsets.long().diff()
+    return torch.repeat_interleave(torch.arange(counts.shape[0]), counts)

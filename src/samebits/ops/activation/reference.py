@@ -6,21 +6,18 @@ are not), block by block (``blocks.py``).
 """
 
 import math
-from collections.abc import Callable
-from typing import cast
+from functools import lru_cache
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from samebits import activation as act
 from samebits.activation import Activation
-from samebits.ops.activation.blocks import Buffers, blocks
+from samebits.ops.activation.blocks import BLOCK, Block, Buffers, parts_of, walk
 from samebits.ops.activation.operands import Backward, Operands, Wanted, wide_dtype
 from samebits.ops.activation.sums import sum_bias, sum_columns
 from samebits.weights import Layout
-
-# Gives memory in the shape of a block's gate by name.
-Buffer = Callable[[str], Tensor]
 
 
 def _with_scalars(activation: Activation, scalars: Tensor | None) -> Activation:
@@ -35,62 +32,6 @@ def _with_scalars(activation: Activation, scalars: Tensor | None) -> Activation:
         limit_position=activation.limit_position,
         linear_offset=offset,
     )
-
-
-def _stored(
-    operands: Operands, activation: Activation, layout: Layout, span: slice, experts: Tensor | None
-) -> Tensor:
-    """Return the parts of ``z' = D(z + bias)`` as they are stored: ``(1 or 2, rows, n, block)``."""
-    z = operands.z[span]
-    bias = _row_bias(operands, span, experts)
-    if bias is not None:
-        # One rounding: sums of one dtype are computed in fp32 already.
-        z = (z + bias if bias.dtype == z.dtype else z.to(bias.dtype) + bias).to(z.dtype)
-    if not activation.gated:
-        return z.view(1, z.shape[0], 1, z.shape[1])
-    block = layout.block(z.shape[1] // 2)
-    return z.view(z.shape[0], -1, 2, block).permute(2, 0, 1, 3)
-
-
-# Kinds whose loops do not depend on strides; torch has two of gelu.
-_STRIDED = ("silu", "relu", "relu2")
-
-
-def _values(
-    stored: Tensor, activation: Activation, layout: Layout, buffers: Buffers
-) -> tuple[Tensor, Tensor | None, Buffer]:
-    """Return gate and up in the wide dtype, and what gives a buffer of their shape.
-
-    They are ``stored`` itself where that is as good: only "gate" and "up" may be written to.
-    """
-    direct = activation.kind in _STRIDED and buffers.is_flat(stored[0])
-    parts = stored.unbind() if direct else buffers.wide("parts", stored)
-    gate, up = parts if len(parts) == 2 else (parts[0], None)
-    if up is not None and layout.up_first:
-        gate, up = up, gate
-
-    def buffer(name: str) -> Tensor:
-        if not direct and name in ("gate", "up"):
-            found = gate if name == "gate" else up
-            assert found is not None
-            return found
-        return buffers.like(name, gate)
-
-    return gate, up, buffer
-
-
-def _row_bias(operands: Operands, span: slice, experts: Tensor | None) -> Tensor | None:
-    if operands.bias is None or experts is None:
-        return operands.bias
-    return operands.bias[experts[span]]
-
-
-def _row_experts(operands: Operands) -> Tensor | None:
-    """Return the expert of each live row where every expert has its own bias."""
-    if operands.offsets is None:
-        return None
-    counts = operands.offsets.long().diff()
-    return torch.repeat_interleave(torch.arange(counts.shape[0]), counts)
 
 
 def _act(gate: Tensor, activation: Activation, out: Tensor) -> Tensor:
@@ -110,20 +51,22 @@ def _act(gate: Tensor, activation: Activation, out: Tensor) -> Tensor:
     return act.ACTIVATIONS[activation.kind].function(gate, activation)
 
 
-def _act_backward(grad: Tensor, gate: Tensor, activation: Activation, buffer: Buffer) -> Tensor:
-    """Return ``grad * d act / d gate`` in the buffer "grad"."""
-    aten, out = torch.ops.aten, buffer("grad")
+def _act_backward(
+    grad: Tensor, gate: Tensor, activation: Activation, buffers: Buffers, out: Tensor
+) -> Tensor:
+    """Return ``grad * d act / d gate`` in ``out``, which may be ``grad``."""
+    aten = torch.ops.aten
     if activation.kind == "silu":
         # d/dg (g σ(αg)) is the derivative of silu at αg.
         if activation.alpha != 1.0:
-            gate = torch.mul(gate, activation.alpha, out=buffer("scaled"))
+            gate = torch.mul(gate, activation.alpha, out=buffers.like("scaled", gate))
         return cast("Tensor", aten.silu_backward.grad_input(grad, gate, grad_input=out))
     if activation.kind in ("gelu", "gelu_tanh"):
         approximate = _APPROXIMATE[activation.kind]
         backward = aten.gelu_backward.grad_input
         return cast("Tensor", backward(grad, gate, approximate=approximate, grad_input=out))
     if activation.kind == "relu2":
-        slope = torch.clamp(gate, min=0.0, out=buffer("scaled")).mul_(2.0)
+        slope = torch.clamp(gate, min=0.0, out=buffers.like("scaled", gate)).mul_(2.0)
     else:
         slope = act.ACTIVATIONS[activation.kind].derivative(gate, activation)
     return torch.mul(grad, slope, out=out)
@@ -132,20 +75,29 @@ def _act_backward(grad: Tensor, gate: Tensor, activation: Activation, buffer: Bu
 _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
+@lru_cache(maxsize=1024)
+def _exclusive(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the numbers next to inclusive bounds, outside of them."""
+    bounds = torch.tensor([low, high], dtype=dtype)
+    below, above = torch.nextafter(bounds, bounds.sign() * math.inf).tolist()
+    return below, above
+
+
 def _inside(grad: Tensor, value: Tensor, low: float, limit: float) -> Tensor:
     """Set ``grad`` to exactly 0 where ``value > limit`` or ``value < low``; NaN values pass."""
     if not math.isfinite(value.sum()):
         # The operator below, many times as fast as masks, takes NaN and -inf for values outside.
         return grad.masked_fill_((value > limit) | (value < low), 0.0)
-    # The operator's own bounds are exclusive: the next numbers of the dtype make them inclusive.
-    bounds = torch.tensor([low, limit], dtype=value.dtype)
-    below, above = torch.nextafter(bounds, bounds.sign() * math.inf).tolist()
+    # The operator's own bounds are exclusive.
+    below, above = _exclusive(low, limit, value.dtype)
     masked = torch.ops.aten.hardtanh_backward.grad_input
     return cast("Tensor", masked(grad, value, below, above, grad_input=grad))
 
 
 def _cut(value: Tensor, shape: torch.Size) -> Tensor:
     """Return ``value`` in ``shape``, without its padding."""
+    if value.dim() > 1:
+        return value
     size = shape.numel()
     return (value if value.numel() == size else value[:size]).view(shape)
 
@@ -157,37 +109,45 @@ def forward(operands: Operands, activation: Activation, layout: Layout) -> Tenso
     """
     activation = _with_scalars(activation, operands.scalars)
     z, limit = operands.z, activation.limit
-    columns = z.shape[1] // activation.columns
-    h = z.new_empty(z.shape[0], columns)
-    experts = _row_experts(operands)
-    buffers = Buffers(operands, columns)
-    for span in blocks(operands, columns):
-        stored = _stored(operands, activation, layout, span, experts)
-        shape = stored.shape[1:]
-        value, up, buffer = _values(stored, activation, layout, buffers)
+    h = z.new_empty(z.shape[0], z.shape[1] // activation.columns)
+    buffers, probs = Buffers(wide_dtype(z.dtype)), _row_probs(operands)
+    for span, shape, gate, up, lent in walk(operands, activation, layout, buffers, BLOCK):
+        out, value = h[span].view(shape), gate
         if limit is not None and activation.limit_position == "pre":
-            value = torch.clamp(value, max=limit, out=buffer("gate"))
-        value = _act(value, activation, buffer("gate" if activation.alpha == 1.0 else "act"))
+            place = buffers.like("bounded", gate) if lent else gate
+            value = torch.clamp(gate, max=limit, out=place)
+        # In the place of the result or of the gate, unless that is needed again.
+        place = out if lent else gate if activation.alpha == 1.0 else buffers.like("act", gate)
+        value = _act(value, activation, place)
         if limit is not None and activation.limit_position == "post":
             value.clamp_(max=limit)
-        block = h[span].view(shape)
         if up is not None:
-            up = _linear(up, activation, buffer("up"))
-            if operands.row_probs is None and value.dtype == z.dtype:
+            linear = _linear(up, activation, buffers, own=not lent)
+            if probs is None and value.dtype == z.dtype:
                 # Straight to its place: no rounding is between.
-                torch.mul(_cut(value, shape), _cut(up, shape), out=block)
+                torch.mul(_cut(value, shape), _cut(linear, shape), out=out)
                 continue
-            value.mul_(up)
+            value.mul_(linear)
         value = _cut(value, shape)
-        if operands.row_probs is not None:
-            value.mul_(operands.row_probs[span].to(value.dtype).view(-1, 1, 1))
-        block.copy_(value)
+        if probs is not None:
+            value.mul_(probs[span])
+        if not lent:
+            out.copy_(value)
     return h
 
 
-def _linear(up: Tensor, activation: Activation, out: Tensor) -> Tensor:
-    """Return up after clamp, cap and offset; in ``out``, which may be up, where that differs."""
+def _row_probs(operands: Operands) -> Tensor | None:
+    """Return the factor of each row in the wide dtype, ``(R, 1, 1)``."""
+    probs = operands.row_probs
+    return None if probs is None else probs.to(wide_dtype(operands.z.dtype)).view(-1, 1, 1)
+
+
+def _linear(up: Tensor, activation: Activation, buffers: Buffers, *, own: bool) -> Tensor:
+    """Return up after clamp, cap and offset, where these are; in its ``own`` place or a buffer."""
     limit, cap, offset = activation.limit, activation.up_softcap, activation.linear_offset
+    if limit is None and cap is None and not offset:
+        return up
+    out = up if own else buffers.like("linear", up)
     if limit is not None:
         up = torch.clamp(up, -limit, limit, out=out)
     if cap is not None:
@@ -212,76 +172,75 @@ def backward(
         h=z.new_empty(rows, columns) if wanted.h else None,
         dbias=bias.new_zeros(bias.shape) if wanted.dbias and bias is not None else None,
     )
-    experts = _row_experts(operands)
-    buffers = Buffers(operands, columns)
-    for span in blocks(operands, columns):
-        _backward_block(dh, operands, activation, layout, result, span, experts, buffers)
+    buffers, probs = Buffers(wide), _row_probs(operands)
+    # It needs twice as many buffers as the forward.
+    for block in walk(operands, activation, layout, buffers, BLOCK // 2):
+        dz = result.dz[block.span]
+        dgate, dup = parts_of(dz, activation, layout)
+        grad = dh[block.span].view(block.shape)
+        p = None if probs is None else probs[block.span]
+        _backward_block(_Gradients(grad, p, dgate, dup), block, activation, result, buffers)
     if result.dbias is not None:
         sum_bias(result.dz, operands, result.dbias)
     return result
 
 
+class _Gradients(NamedTuple):
+    """The gradient and the probabilities of a block, and the places of its gradients."""
+
+    dh: Tensor
+    p: Tensor | None
+    dgate: Tensor
+    dup: Tensor | None
+
+
 def _backward_block(
-    dh: Tensor,
-    operands: Operands,
-    activation: Activation,
-    layout: Layout,
-    result: Backward,
-    span: slice,
-    experts: Tensor | None,
-    buffers: Buffers,
+    grads: _Gradients, block: Block, activation: Activation, result: Backward, buffers: Buffers
 ) -> None:
     limit, cap = activation.limit, activation.up_softcap
     pre = limit is not None and activation.limit_position == "pre"
-    stored = _stored(operands, activation, layout, span, experts)
-    gate, up, buffer = _values(stored, activation, layout, buffers)
-    shape = dh[span].shape
-    if gate.dim() > 1 and dh.dtype == gate.dtype:
-        grad = dh[span].view(gate.shape)
-    else:
-        grad = buffers.wide("grad", dh[span][None])[0].view(gate.shape)
+    span, shape, gate, up, lent = block
+    grad = grads.dh
+    if gate.dim() == 1 or grad.dtype != gate.dtype or grad.stride(-1) != 1:
+        grad = buffers.copy("grad", grad)
+        grad = grad if gate.dim() == 1 else _cut(grad, shape)
 
-    bounded_gate = torch.clamp(gate, max=limit, out=buffer("bounded")) if pre else gate
-    raw = _act(bounded_gate, activation, buffer("act"))
+    bounded_gate = torch.clamp(gate, max=limit, out=buffers.like("bounded", gate)) if pre else gate
+    raw = _act(bounded_gate, activation, buffers.like("act", gate))
     bounded = raw.clamp(max=limit) if limit is not None and not pre else raw
-    linear = None if up is None else _linear(up, activation, buffer("linear"))
+    linear = None if up is None else _linear(up, activation, buffers, own=False)
 
-    p = operands.row_probs
-    p = None if p is None else p[span].to(gate.dtype)[:, None]
     if result.dp is not None or result.h is not None:
-        h = torch.mul(bounded, 1.0 if linear is None else linear, out=buffer("dup"))
-        _store_others(result, span, _cut(h, shape), _cut(grad, shape), p)
-    if p is not None:
-        torch.mul(_cut(grad, shape), p, out=_cut(buffer("grad"), shape))
-        grad = buffer("grad")
-    if linear is None or up is None:
-        result.dz[span] = _cut(_act_backward(grad, gate, activation, buffer), shape)
-        return
-
-    # In the place of what is not needed any more: fewer buffers stay in the cache.
-    dup = torch.mul(grad, bounded, out=buffer("act" if bounded is raw else "dup"))
-    if cap is not None:
-        dup.mul_(1.0 - torch.tanh(up / cap).square_())
-    grad = torch.mul(grad, linear, out=buffer("grad"))
-    dgate = _act_backward(grad, bounded_gate, activation, buffer)
-    if limit is not None:
-        dup = _inside(dup, up, -limit, limit)
-        dgate = _inside(dgate, gate if pre else raw, -math.inf, limit)
-    _store(result.dz[span], _cut(dgate, shape), _cut(dup, shape), layout)
+        h = torch.mul(bounded, 1.0 if linear is None else linear, out=buffers.like("dup", gate))
+        _store_others(result, span, _cut(h, shape), _cut(grad, shape), grads.p)
+    scratch = buffers.like("grad", gate)
+    if grads.p is not None:
+        torch.mul(_cut(grad, shape), grads.p, out=_cut(scratch, shape))
+        grad = scratch
+    # In the places of the results, or where nothing is needed any more: fewer buffers stay in the
+    # cache.
+    dgate = grads.dgate if lent else scratch
+    if linear is None or up is None or grads.dup is None:
+        dgate = _act_backward(grad, gate, activation, buffers, dgate)
+    else:
+        place = grads.dup if lent else bounded if bounded is raw else buffers.like("dup", gate)
+        dup = torch.mul(grad, bounded, out=place)
+        if cap is not None:
+            dup.mul_(1.0 - torch.tanh(up / cap).square_())
+        grad = torch.mul(grad, linear, out=scratch)
+        dgate = _act_backward(grad, bounded_gate, activation, buffers, dgate)
+        if limit is not None:
+            dup = _inside(dup, up, -limit, limit)
+            dgate = _inside(dgate, gate if pre else raw, -math.inf, limit)
+        if not lent:
+            grads.dup.copy_(_cut(dup, shape))
+    if not lent:
+        grads.dgate.copy_(_cut(dgate, shape))
 
 
 def _store_others(result: Backward, span: slice, h: Tensor, dh: Tensor, p: Tensor | None) -> None:
     """Store dp and h, where wanted."""
     if result.dp is not None:
-        result.dp[span] = sum_columns(h * dh)
+        result.dp[span] = sum_columns((h * dh).reshape(h.shape[0], -1))
     if result.h is not None:
-        result.h[span] = h if p is None else h * p
-
-
-def _store(dz: Tensor, dgate: Tensor, dup: Tensor, layout: Layout) -> None:
-    rows, columns = dgate.shape
-    block = layout.block(columns)
-    pairs = dz.view(rows, -1, 2, block)
-    first, second = (dup, dgate) if layout.up_first else (dgate, dup)
-    pairs[:, :, 0] = first.view(rows, -1, block)
-    pairs[:, :, 1] = second.view(rows, -1, block)
+        result.h[span].view(h.shape).copy_(h if p is None else h * p)

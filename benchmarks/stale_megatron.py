@@ -70,15 +70,17 @@ def module_weighted_bias():
 
 
 PROGRAMS = (
-    Program("swiglu:clamped_swiglu", FORWARD, y_clamp),
-    Program("swiglu:bias_clamped_swiglu", FORWARD, y_bias_clamp),
-    Program("swiglu:clamped_weighted_swiglu", FORWARD, y_weights_clamp),
-    Program("swiglu:clamped_swiglu_back", BACKWARD, g_y_clamp),
-    Program("swiglu:bias_clamped_swiglu_back", BACKWARD, g_y_bias_clamp),
-    Program("swiglu:clamped_weighted_swiglu_back", BACKWARD, g_y_weights_clamp),
-    Program("swiglu:bias_swiglu_impl", NEVER, module_bias, ("clamp_value",)),
-    Program("swiglu:bias_swiglu_impl no bias", NEVER, module_no_bias, ("clamp_value",)),
-    Program("swiglu:weighted_bias_swiglu_impl", NEVER, module_weighted, ("clamp_value",)),
+    Program("swiglu:clamped_swiglu", FORWARD, inputs=y_clamp),
+    Program("swiglu:bias_clamped_swiglu", FORWARD, inputs=y_bias_clamp),
+    Program("swiglu:clamped_weighted_swiglu", FORWARD, inputs=y_weights_clamp),
+    Program("swiglu:clamped_swiglu_back", BACKWARD, inputs=g_y_clamp),
+    Program("swiglu:bias_clamped_swiglu_back", BACKWARD, inputs=g_y_bias_clamp),
+    Program("swiglu:clamped_weighted_swiglu_back", BACKWARD, inputs=g_y_weights_clamp),
+    Program("swiglu:bias_swiglu_impl", NEVER, inputs=module_bias, only=("clamp_value",)),
+    Program("swiglu:bias_swiglu_impl no bias", NEVER, inputs=module_no_bias, only=("clamp_value",)),
+    Program(
+        "swiglu:weighted_bias_swiglu_impl", NEVER, inputs=module_weighted, only=("clamp_value",)
+    ),
     Program("geglu:quick_geglu", inputs=y_clamp),
     Program("geglu:weighted_quick_geglu", inputs=y_weights_clamp),
     Program("geglu:weighted_bias_quick_geglu", inputs=y_bias_weights_offset),

@@ -25,6 +25,8 @@ class Record:
     def __init__(self, path: Path, *, device: str, again: bool) -> None:
         self.path, self._lock = path, Lock()
         self.values: dict[str, Any] = {"device": device, "versions": env.versions(), "rows": []}
+        if device == "cuda" and torch.cuda.is_available():
+            self.values["gpu"] = torch.cuda.get_device_name()
         if path.exists() and not again:
             self.values |= json.loads(path.read_text())
 

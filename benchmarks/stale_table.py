@@ -5,7 +5,7 @@ table of the group "battery" was measured with a plain loop of four values, with
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import stale_programs
 
@@ -20,6 +20,7 @@ class Program:
     name: str
     # The first torch that computes it right, without a gradient and with one; None: never wrong.
     mended: tuple = (None, None)
+    _: KW_ONLY
     # The first torch that computes it wrong, likewise; None: as far back as was looked.
     begun: tuple = (None, None)
     inputs: Callable = stale_programs.on_cpu
@@ -62,14 +63,19 @@ GROUPS: dict[str, tuple[Program, ...]] = {
         Program("interpolate", (OPEN, OPEN)),
         Program("custom_op_expression", (OPEN, OPEN)),
         Program(
-            "layers", (None, MENDED_CLAMP), stale_programs.one_tensor, ("target.layers.1.limit",)
+            "layers",
+            (None, MENDED_CLAMP),
+            inputs=stale_programs.one_tensor,
+            only=("target.layers.1.limit",),
         ),
-        Program("adapter", (OPEN, OPEN), stale_programs.one_tensor),
-        Program("swapped_options", (None, MENDED_CLAMP), stale_programs.with_options),
-        Program("closure", (None, MENDED_CLAMP), stale_programs.one_tensor),
-        Program("clamped_swiglu_backward", (MENDED_CLAMP, None), stale_programs.with_gradient),
-        Program("launcher_forgets", (OPEN, None), stale_programs.with_integer),
-        Program("launcher_forgets_one", (OPEN, None), stale_programs.with_integer),
+        Program("adapter", (OPEN, OPEN), inputs=stale_programs.one_tensor),
+        Program("swapped_options", (None, MENDED_CLAMP), inputs=stale_programs.with_options),
+        Program("closure", (None, MENDED_CLAMP), inputs=stale_programs.one_tensor),
+        Program(
+            "clamped_swiglu_backward", (MENDED_CLAMP, None), inputs=stale_programs.with_gradient
+        ),
+        Program("launcher_forgets", (OPEN, None), inputs=stale_programs.with_integer),
+        Program("launcher_forgets_one", (OPEN, None), inputs=stale_programs.with_integer),
     ),
     # On a GPU, measured with 2.11. The key of a launch counts the launches of its process, so that
     # only another process reuses code: there the expression is stale. A constant is in the key.

@@ -5,6 +5,7 @@ from dataclasses import replace
 from tune_indirect_gemm import rows, streamed
 
 from samebits.ops.weight_gradient.tuning import Config as Outer
+from samebits.ops.weight_gradient.tuning import Specialized, heuristic
 
 
 def outer(block_m, block_n, block_k, warps, stages, group=8, *, persistent=True, **how):
@@ -87,6 +88,23 @@ OUTER_FEW = [
     outer(64, 64, 32, 4, 3, persistent=False),
     outer(64, 256, 32, 4, 2, stored=True, persistent=False),
 ]
+# Steps, stages and pieces fill shared memory.
+SPECIALIZED = [
+    Specialized(),
+    Specialized(num_stages=8, pieces=2),
+    Specialized(block_k=16, num_stages=12),
+    Specialized(block_k=16, num_stages=16, pieces=2),
+    Specialized(block_k=64, num_stages=3),
+    Specialized(block_m=256, block_n=128, num_stages=8, pieces=2),
+    Specialized(block_n=128, num_stages=10),
+    Specialized(num_stages=8, pieces=2, group=16),
+]
+
+
+def specialized(slots, experts):
+    """Return the tile of weight gradients in use without specialised warps, then tiles of those."""
+    used = heuristic(slots, experts, "sm_90")
+    return [replace(used, specialized=tile) for tile in (None, *SPECIALIZED)]
 
 
 def candidates(stage, rows_per_expert):

@@ -4,7 +4,8 @@
 
 Stages: ``hidden`` (product with down, derivative behind it), ``input`` (dz · gate_up), ``down`` and
 ``gate_up`` (weight gradients), ``first`` (the forward's first projection, which stores z). A
-candidate enters a tuning table only from here.
+candidate enters a tuning table only from here. ``--specialized`` times tiles of specialised warps
+beside the tile of the other kernel, for ``down`` and ``gate_up``.
 """
 
 import argparse
@@ -16,7 +17,8 @@ from pathlib import Path
 
 import torch
 import triton
-from backward_candidates import candidates
+from backward_candidates import candidates, specialized
+from layer import kernel_hash
 from timing import captured, compile_in_processes, replayed
 from tune_indirect_gemm import weights_of
 
@@ -91,6 +93,10 @@ STAGES = ["hidden", "input", "down", "gate_up", "first"]
 def short(c):
     if isinstance(c, Outer):
         tile = f"{c.block_m}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages}"
+        if c.specialized is not None:
+            s = c.specialized
+            tile = f"{s.block_m}x{s.block_n}x{s.block_k} s{s.num_stages}/{s.pieces}"
+            return f"specialized {tile} g{s.group} p{s.programs}"
         how = "".join(f" {k}" for k in ("tma", "stored") if getattr(c, k))
         return f"{tile} g{c.group} p{c.programs}{how}"
     form = "swap" if c.swap else "rows"
@@ -98,7 +104,13 @@ def short(c):
     return f"{form} {tile} short {c.short}"
 
 
-def measure(name, tokens, weights):
+def judged(stage, problem, slots, *, only_specialized):
+    if only_specialized:
+        return specialized(slots, problem.E)
+    return candidates(stage, slots / problem.E)
+
+
+def measure(name, tokens, weights, *, only_specialized):
     problem = MODELS[name]
     case = Case(problem, tokens, weights)
     results = []
@@ -110,7 +122,7 @@ def measure(name, tokens, weights):
         # Nothing reads what a graph writes.
         timed, pool = [], torch.cuda.graph_pool_handle()
         expected = None
-        for config in candidates(stage, case.total / problem.E):
+        for config in judged(stage, problem, case.total, only_specialized=only_specialized):
             row = {"shape": name, "T": tokens, "stage": stage, "config": repr(config)}
             results.append(row)
             try:
@@ -141,12 +153,12 @@ def compile_share(index, count, args):
     weights = weights_of(problem)
     case = Case(problem, 64, weights)
     cells = product(map(MODELS.get, args.shapes.split(",")), map(int, args.tokens.split(",")))
-    per_expert = [tokens * cell.K / cell.E for cell, tokens in cells]
+    slots = [(cell, tokens * cell.K) for cell, tokens in cells]
     every = [
         (stage, config)
         for stage in STAGES
-        for rows in per_expert
-        for config in candidates(stage, rows)
+        for cell, total in slots
+        for config in judged(stage, cell, total, only_specialized=args.specialized)
     ]
     for stage, config in list(dict.fromkeys(every))[index::count]:
         try:
@@ -161,13 +173,15 @@ def main():
     parser.add_argument("--shapes", default=",".join(MODELS))
     parser.add_argument("--tokens", default="256,1024,4096,16384")
     parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--specialized", action="store_true", help="of weight gradients, only")
     parser.add_argument("--compile-share", nargs=2, type=int)
     parser.add_argument("--seconds", type=float, default=300)
     args = parser.parse_args()
-    STAGES[:] = args.stages.split(",")
+    STAGES[:] = ["down", "gate_up"] if args.specialized else args.stages.split(",")
     if args.compile_share:
         compile_share(*args.compile_share, args)
         return
+    command = " ".join(["python benchmarks/tune_backward.py", *sys.argv[1:]])
     start = time.time()
     codes = compile_in_processes(__file__, *sys.argv[1:])
     print("compiled in", round(time.time() - start), "s", codes, flush=True)
@@ -178,12 +192,14 @@ def main():
             if time.time() - start > args.seconds:
                 print("out of time before", name, tokens)
                 break
-            rows_ = measure(name, tokens, weights)
+            rows_ = measure(name, tokens, weights, only_specialized=args.specialized)
             results += rows_
             for stage in STAGES:
                 found = [r for r in rows_ if r["stage"] == stage and "ms" in r]
                 bad = [r["short"] for r in found if not r["same_bits"]]
-                first, *others = sorted(found, key=lambda r: r["ms"])[:3]
+                # All over the other kernel, or the best three.
+                ordered = sorted(found, key=lambda r: r["ms"])[:3]
+                first, *others = found if args.specialized else ordered
                 print(
                     f"{name:13} T={tokens:<6}{stage:8}{first['ms']:8.4f} ms "
                     f"{first['tflops']:5.0f} TF "
@@ -192,8 +208,11 @@ def main():
                     + (f"  OTHER BITS {len(bad)}: {bad[:3]}" if bad else ""),
                     flush=True,
                 )
-            versions = {"torch": torch.__version__, "triton": triton.__version__}
-            found = {"gpu": torch.cuda.get_device_name(), **versions, "rows": results}
+            found = {
+                "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+                "triton": triton.__version__, "kernels": kernel_hash(), "command": command,
+                "rows": results,
+            }  # fmt: skip
             Path(args.out).write_text(json.dumps(found))
         del weights
         torch.cuda.empty_cache()

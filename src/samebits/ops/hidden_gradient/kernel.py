@@ -1,7 +1,8 @@
 """The product with ``down`` and all that follows from it; see ``samebits.ops.hidden_gradient``.
 
-A program owns ``[BLOCK_R, BLOCK_N]`` of dh, in fp32. It is finished in slices of columns, since the
-derivative of a whole tile does not fit the registers. Sums of 64 columns keep one order whatever
+A program owns ``[BLOCK_R, BLOCK_N]`` of dh, in fp32. It is finished in slices of 32 columns, since
+the derivative of a whole tile does not fit the registers; z of two of them is asked for before
+(``EARLY``), where that fits. Sums of 64 columns keep one order whatever
 the slice: neighbours in pairs, six times; the sums of a row are added in ascending order.
 """
 
@@ -23,8 +24,46 @@ from samebits.ops.indirect_gemm.tuning import Config
 from samebits.ops.permute.tuning import Tiles
 from samebits.weights import Layout
 
-# Columns of a tile that are finished at a time.
-SLICE = 32
+
+@triton.jit
+def _slice(
+    dh, gate, up, dz_rows, h_rows, column, live, p, F, values,
+    KIND: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
+    INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
+    WITH_DZ: tl.constexpr, WITH_H: tl.constexpr, WITH_DP: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Finish ``BLOCK_N`` columns of dh; return their products' sums in one."""
+    alpha, limit, offset, gate_cap, up_cap = values
+    if GATED:
+        act, dgate, dup = glu_derivative_tile(
+            dh * p, gate, up, alpha, limit, offset, gate_cap, up_cap,
+            KIND, LIMIT, HAS_OFFSET, HAS_UP_CAP,
+        )  # fmt: skip
+    else:
+        act, slope = slope_tile(gate, alpha, gate_cap, KIND)
+        dgate = dh * p * slope
+        dup = dgate
+    columns = column + tl.arange(0, BLOCK_N)[None, :]
+    mask = live & (columns < F)
+    if WITH_DZ:
+        dtype = dz_rows.dtype.element_ty
+        store_gate_up(
+            dz_rows, dgate.to(dtype), dup.to(dtype), column, live, F,
+            GATED, INTERLEAVE, UP_FIRST, BLOCK_R, BLOCK_N,
+        )  # fmt: skip
+    if WITH_H:
+        tl.store(h_rows + columns, (act * p).to(h_rows.dtype.element_ty), mask=mask)
+    sums = tl.zeros((BLOCK_R, 1), tl.float32)
+    if WITH_DP:
+        sums = add_neighbours(tl.where(mask, dh * act, 0.0), BLOCK_R, BLOCK_N)
+    return sums
+
+
+@triton.jit
+def _halves(dh, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(dh, (BLOCK_R, 2, BLOCK_N // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -34,53 +73,52 @@ def _finish(
     HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
     INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
     WITH_DZ: tl.constexpr, WITH_H: tl.constexpr, WITH_DP: tl.constexpr,
-    SLICE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Finish ``BLOCK_N`` columns of dh; return their products' sums, up to 64 in one."""
-    if BLOCK_N > SLICE:
-        halves = tl.permute(tl.reshape(dh, (BLOCK_R, 2, BLOCK_N // 2)), (0, 2, 1))
-        left, right = tl.split(halves)
-        first = _finish(
+    """Finish ``BLOCK_N`` columns of dh, 64 at a time and those in two slices."""
+    if BLOCK_N > 64:
+        left, right = _halves(dh, BLOCK_R, BLOCK_N)
+        _finish(
             left, z_rows, dz_rows, h_rows, partial_rows, column, live, p, F, values,
             KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
-            WITH_DZ, WITH_H, WITH_DP, SLICE, BLOCK_R, BLOCK_N // 2,
+            WITH_DZ, WITH_H, WITH_DP, EARLY, BLOCK_R, BLOCK_N // 2,
         )  # fmt: skip
-        second = _finish(
+        _finish(
             right, z_rows, dz_rows, h_rows, partial_rows, column + BLOCK_N // 2, live, p, F, values,
             KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
-            WITH_DZ, WITH_H, WITH_DP, SLICE, BLOCK_R, BLOCK_N // 2,
+            WITH_DZ, WITH_H, WITH_DP, EARLY, BLOCK_R, BLOCK_N // 2,
         )  # fmt: skip
-        sums = first + second
     else:
-        gate, up = load_gate_up(
-            z_rows, column, live, F, GATED, INTERLEAVE, UP_FIRST, BLOCK_R, BLOCK_N
-        )
-        alpha, limit, offset, gate_cap, up_cap = values
-        if GATED:
-            act, dgate, dup = glu_derivative_tile(
-                dh * p, gate, up, alpha, limit, offset, gate_cap, up_cap,
-                KIND, LIMIT, HAS_OFFSET, HAS_UP_CAP,
-            )  # fmt: skip
-        else:
-            act, slope = slope_tile(gate, alpha, gate_cap, KIND)
-            dgate = dh * p * slope
-            dup = dgate
-        columns = column + tl.arange(0, BLOCK_N)[None, :]
-        mask = live & (columns < F)
-        if WITH_DZ:
-            dtype = dz_rows.dtype.element_ty
-            store_gate_up(
-                dz_rows, dgate.to(dtype), dup.to(dtype), column, live, F,
-                GATED, INTERLEAVE, UP_FIRST, BLOCK_R, BLOCK_N,
-            )  # fmt: skip
-        if WITH_H:
-            tl.store(h_rows + columns, (act * p).to(h_rows.dtype.element_ty), mask=mask)
-        sums = tl.zeros((BLOCK_R, 1), tl.float32)
+        SLICE: tl.constexpr = BLOCK_N // 2
+        if EARLY:
+            # Before dh moves through shared memory and the first slice is stored.
+            gate, up = load_gate_up(
+                z_rows, column, live, F, GATED, INTERLEAVE, UP_FIRST, BLOCK_R, SLICE
+            )
+            next_gate, next_up = load_gate_up(
+                z_rows, column + SLICE, live, F, GATED, INTERLEAVE, UP_FIRST, BLOCK_R, SLICE
+            )
+        left, right = _halves(dh, BLOCK_R, BLOCK_N)
+        if not EARLY:
+            gate, up = load_gate_up(
+                z_rows, column, live, F, GATED, INTERLEAVE, UP_FIRST, BLOCK_R, SLICE
+            )
+        first = _slice(
+            left, gate, up, dz_rows, h_rows, column, live, p, F, values,
+            KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
+            WITH_DZ, WITH_H, WITH_DP, BLOCK_R, SLICE,
+        )  # fmt: skip
+        if not EARLY:
+            next_gate, next_up = load_gate_up(
+                z_rows, column + SLICE, live, F, GATED, INTERLEAVE, UP_FIRST, BLOCK_R, SLICE
+            )
+        second = _slice(
+            right, next_gate, next_up, dz_rows, h_rows, column + SLICE, live, p, F, values,
+            KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
+            WITH_DZ, WITH_H, WITH_DP, BLOCK_R, SLICE,
+        )  # fmt: skip
         if WITH_DP:
-            sums = add_neighbours(tl.where(mask, dh * act, 0.0), BLOCK_R, BLOCK_N)
-    if WITH_DP and BLOCK_N == 64:
-        tl.store(partial_rows + column // 64, sums, mask=live & (column < F))
-    return sums
+            tl.store(partial_rows + column // 64, first + second, mask=live & (column < F))
 
 
 @triton.jit
@@ -94,7 +132,7 @@ def _tile(
     HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
     INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
     TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr, K_TAIL: tl.constexpr,
-    SLICE: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute ``BLOCK_N`` columns of up to ``BLOCK_R`` rows from ``first_row`` on."""
@@ -128,7 +166,7 @@ def _tile(
         column, live[:, None], p, F, values,
         KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
         dz_ptr is not None, h_ptr is not None, partial_ptr is not None,
-        SLICE, BLOCK_R, BLOCK_N,
+        EARLY, BLOCK_R, BLOCK_N,
     )  # fmt: skip
 
 
@@ -144,7 +182,7 @@ def _hidden_gradient_kernel(
     HAS_OFFSET: tl.constexpr, HAS_UP_CAP: tl.constexpr,
     INTERLEAVE: tl.constexpr, UP_FIRST: tl.constexpr,
     TMA: tl.constexpr, TRANSPOSED: tl.constexpr, SWAP: tl.constexpr, K_TAIL: tl.constexpr,
-    SLICE: tl.constexpr, GROUP: tl.constexpr,
+    GROUP: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.load(tiles_ptr)
@@ -158,7 +196,7 @@ def _hidden_gradient_kernel(
             tl.load(tile_end_ptr + tile), block * BLOCK_N, H, F, topk, values,
             GATHER, DESCRIBED,
             KIND, GATED, LIMIT, HAS_OFFSET, HAS_UP_CAP, INTERLEAVE, UP_FIRST,
-            TMA, TRANSPOSED, SWAP, K_TAIL, SLICE, BLOCK_R, BLOCK_N, BLOCK_K,
+            TMA, TRANSPOSED, SWAP, K_TAIL, EARLY, BLOCK_R, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
 
@@ -194,6 +232,12 @@ def _probs_gradient_kernel(
         dp += from_bias
     dp = tl.where(live, dp, 0.0).to(dp_ptr.dtype.element_ty)
     tl.store(dp_ptr + slots, dp, mask=inside)
+
+
+def _fits_early(config: Config, activation: Activation, layout: Layout) -> bool:
+    """Return whether z can be asked for early without a stack (tests/ops/cubins_gradients.py)."""
+    few = activation.limit is None and layout.interleave is None
+    return config.block_r >= 128 and activation.kind == "silu" and (few or layout.interleave == 1)
 
 
 class Rows(NamedTuple):
@@ -268,7 +312,7 @@ def launch_hidden_gradient(
         GATHER=gather, DESCRIBED=described, **tile.flags,
         INTERLEAVE=layout.interleave or 0, UP_FIRST=layout.up_first,
         TMA=tma, TRANSPOSED=w.stride(2) != 1, SWAP=config.swap, K_TAIL=hidden % config.block_k != 0,
-        SLICE=SLICE, GROUP=config.group,
+        GROUP=config.group, EARLY=_fits_early(config, activation, layout),
         BLOCK_R=config.block_r, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
     )  # fmt: skip

@@ -156,6 +156,19 @@ def test_scale_padding_of_shuffled_words_has_no_meaning() -> None:
     assert_bitwise_equal(out, BACKENDS["fused"].forward(*dense, save=False)[0])
 
 
+@pytest.mark.parametrize("backend", ["fused", "grouped"])
+def test_many_rows_of_shuffled_words(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = replace(SMALL_TILE, block_r=64, block_k=64, num_warps=4, swap=False)
+    monkeypatch.setitem(tuning.QUANTIZED_TABLE, "mxfp4_shuffled", (tuning.Entry(10.0, rows, rows),))
+    monkeypatch.setitem(tuning.QUANTIZED_FEW, "mxfp4_shuffled", tuning.Entry(0.0, rows, rows))
+    stored, dense = both(SMALL, MXFP4_SHUFFLED)
+
+    out, _ = BACKENDS[backend].forward(*stored, save=False)
+
+    assert tiles_of(*stored)[0] == rows
+    assert_bitwise_equal(out, BACKENDS[backend].forward(*dense, save=False)[0])
+
+
 @pytest.mark.parametrize("columns", [64, 70])
 def test_what_no_tile_takes_is_made_dense(columns: int) -> None:
     # 70 columns are no whole words; fp32 operands have no matrix unit.

@@ -53,4 +53,9 @@ def test_upcast_operands_have_the_order_that_is_dealt_to_them(table: Table) -> N
 
     assert len(tiles) >= 8
     for case, (*_, kwidth, asynchronous) in tiles.items():
-        assert (kwidth, asynchronous) == (4, 0), case
+        if case.endswith(("-swap", "gpt-oss")):
+            assert (kwidth, asynchronous) == (4, 0), case
+        else:
+            # Many rows: both operands lie in shared memory.
+            assert kwidth == 0, case
+            assert asynchronous > 0, case

@@ -68,7 +68,11 @@ def test_shuffled_weights_have_rows_for_every_warp() -> None:
     assert tile.num_warps == 4
     assert supports_upcast(tile, MXFP4_SHUFFLED)
     assert not supports_upcast(tile, MXFP4)
-    for other in ({"num_warps": 16}, {"block_k": 64}, {"block_n": 32}, {"swap": False}):
+    many = QUANTIZED_TABLE["mxfp4_shuffled"][-1].first
+    assert not many.swap
+    assert not supports_upcast(many, MXFP4)
+    assert not supports_upcast(replace(many, num_warps=2), MXFP4_SHUFFLED)
+    for other in ({"num_warps": 16}, {"block_k": 64}, {"block_n": 32}):
         assert not supports_upcast(replace(tile, **other), MXFP4_SHUFFLED)
     assert supports_upcast(tile, MXFP4_SHUFFLED, 2)
     assert not supports_upcast(replace(tile, block_n=64), MXFP4_SHUFFLED, 2)

@@ -43,7 +43,7 @@ def quantized_operand(
     Args:
         matrix: The matrices.
         box: Rows and contraction of a tile.
-        num_warps: Of the launch.
+        num_warps: Of the launch, where weights are the first operand; otherwise 0.
 
     Raises:
         ValueError: The hardware's rules forbid a descriptor of the words.

@@ -143,7 +143,7 @@ def contract_quantized(
         words: Descriptor of the values, (E, N, K / 4) words of four columns.
         column: First row of the matrix in the tile; a second part is ``distance`` further.
         FORMAT: Kinds of values and scales, rows and columns of a block, and how many neighbouring
-            scales lie at multiples of their size. "shuffled" and the number of warps where
+            scales lie at multiples of their size. "shuffled" and its WARPS where
             ``contract_shuffled`` takes the matrix.
     """
     if FORMAT[0] == "shuffled":

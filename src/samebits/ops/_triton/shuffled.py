@@ -14,70 +14,19 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from samebits.ops._triton.decoding import scale_factors
+from samebits.ops._triton.shuffled_words import numbers_of, scaled_pairs
 
-# The interpreter has no PTX, and its product takes no bf16.
+# The interpreter's product takes no bf16.
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-# 2¹²⁶: numbers come out of their words 2⁻¹²⁶ times as large.
-_UP = tl.constexpr(8.507059173023462e37)
 # The highest bit of four E8M0 exponents: of scales from 2 on, and NaN.
 _HIGH = tl.constexpr(0x80808080)
 
 
 @triton.jit
-def _times(pairs, factors):
-    """Return pairs of bf16 times pairs of bf16, each rounded once."""
-    if _INTERPRETED:
-        return _rounded(pairs, (factors << 16).to(tl.float32, bitcast=True))
-    else:
-        return tl.inline_asm_elementwise(
-            "mul.rn.bf16x2 $0, $1, $2;",
-            "=r,r,r",
-            [pairs, factors],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
-        )
+def _whole(pairs, DEALT: tl.constexpr):
+    """Return eight pairs (rows, groups, threads) as weights ``[rows, 64 · groups]``.
 
-
-@triton.jit
-def _rounded(pairs, factors):
-    """Return pairs of bf16 times an fp32 factor, each rounded once."""
-    low = ((pairs << 16).to(tl.float32, bitcast=True) * factors).to(tl.bfloat16)
-    high = ((pairs & 0xFFFF0000).to(tl.float32, bitcast=True) * factors).to(tl.bfloat16)
-    low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
-    return low | (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
-
-
-@triton.jit
-def _raw_pairs(y, z):
-    """Return the eight pairs of bf16 of two words, 2⁻¹²⁶ times as large."""
-    both: tl.constexpr = 0x81C081C0
-    low: tl.constexpr = 0x00C000C0
-    high: tl.constexpr = 0x81008100
-    return (
-        y & both,
-        (y << 3) & both,
-        ((y >> 3) | (y << 29)) & both,
-        ((y << 6) & low) | ((z << 4) & high),
-        z & both,
-        (z << 6) & both,
-        ((z >> 6) | (z << 26)) & both,
-        ((y >> 7) & low) | ((z << 5) & high),
-    )
-
-
-@triton.jit
-def numbers_of(pairs):
-    """Return pairs as two bf16 numbers, on a new last axis."""
-    return tl.join(pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16)).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _dealt(pairs):
-    """Return eight pairs (rows, groups, threads) as weights ``[rows, 64 · groups]``, dealt.
-
-    The order is that of the matrix unit's registers.
+    ``DEALT``: in the order of the matrix unit's registers, not in that of columns.
     """
     first = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))
     second = tl.join(tl.join(pairs[4], pairs[6]), tl.join(pairs[5], pairs[7]))
@@ -85,7 +34,11 @@ def _dealt(pairs):
     parts = numbers_of(tl.join(first, second))
     rows: tl.constexpr = parts.shape[0]
     groups: tl.constexpr = parts.shape[1]
-    return tl.reshape(tl.permute(parts, (0, 1, 5, 4, 2, 3, 6)), (rows, groups * 64))
+    if DEALT:
+        parts = tl.permute(parts, (0, 1, 5, 4, 2, 3, 6))
+    else:
+        parts = tl.permute(parts, (0, 1, 5, 3, 2, 4, 6))
+    return tl.reshape(parts, (rows, groups * 64))
 
 
 @triton.jit
@@ -102,7 +55,9 @@ def _exponents(ptrs, stride, k, known, K, BLOCK: tl.constexpr, BLOCK_K: tl.const
     """Return ``[BLOCK, BLOCK_K / 64]``: in the low 16 bits two exponents; and all of a row ORed."""
     word = k // 128
     a = _scale_word(ptrs, stride, word, known, K)
-    if BLOCK_K == 128:
+    if BLOCK_K == 64:
+        return (a >> (k % 128 // 64 * 16)).expand_dims(1), a
+    elif BLOCK_K == 128:
         return tl.join(a, a >> 16), a
     elif BLOCK_K == 256:
         b = _scale_word(ptrs, stride, word + 1, known, K)
@@ -120,74 +75,11 @@ def _exponents(ptrs, stride, k, known, K, BLOCK: tl.constexpr, BLOCK_K: tl.const
 
 
 @triton.jit
-def _each_thread(factors):
-    """Return what belongs to each group for each of the four threads."""
-    rows: tl.constexpr = factors.shape[0]
-    groups: tl.constexpr = factors.shape[1]
-    return tl.broadcast_to(factors[:, :, None], (rows, groups, 4))
-
-
-@triton.jit
-def _power(exponents):
-    """Return ``2**(exponents - 127)`` of numbers 2⁻¹²⁶ times as large, as a pair of bf16."""
-    return _each_thread((exponents & 0xFF) * 0x00800080 + 126 * 0x00800080)
-
-
-@triton.jit
-def _any_power(exponents):
-    """Return the scales that all exponents stand for, as pairs of bf16."""
-    exponents = exponents & 0xFF
-    bits = tl.where(exponents == 0, 0x00400040, exponents * 0x00800080)
-    return _each_thread(tl.where(exponents == 255, 0x7FC07FC0, bits))
-
-
-@triton.jit
-def _factor(exponents):
-    return _each_thread(scale_factors(exponents & 0xFF, None, "e8m0"))
-
-
-@triton.jit
-def _twice(pairs, factors):
-    return _times(_times(pairs, tl.full(pairs.shape, 0x7E807E80, tl.uint32)), factors)
-
-
-@triton.jit
-def _rounded_twice(pairs, factors):
-    # No fp32 holds the product of both factors.
-    return _rounded(_rounded(pairs, _UP), factors)
-
-
-@triton.jit
-def scaled_pairs(y, z, exponents, PRODUCTS: tl.constexpr):
-    """Return eight pairs of bf16 of each two words ``[rows, groups, threads]``, times their scales.
-
-    Every product is exact. ``PRODUCTS``: "one", of exponents up to 128; "two", of all; "fp32", the
-    same before sm_90, which multiplies no pairs.
-    """
-    p = _raw_pairs(y, z)
-    if PRODUCTS == "one":
-        a = _power(exponents)
-        b = _power(exponents >> 8)
-        return (
-            _times(p[0], a), _times(p[1], a), _times(p[2], a), _times(p[3], a),
-            _times(p[4], b), _times(p[5], b), _times(p[6], b), _times(p[7], b),
-        )  # fmt: skip
-    elif PRODUCTS == "two":
-        a = _any_power(exponents)
-        b = _any_power(exponents >> 8)
-        return (
-            _twice(p[0], a), _twice(p[1], a), _twice(p[2], a), _twice(p[3], a),
-            _twice(p[4], b), _twice(p[5], b), _twice(p[6], b), _twice(p[7], b),
-        )  # fmt: skip
+def _product(a, b, sums):
+    if _INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), sums)
     else:
-        a = _factor(exponents)
-        b = _factor(exponents >> 8)
-        return (
-            _rounded_twice(p[0], a), _rounded_twice(p[1], a),
-            _rounded_twice(p[2], a), _rounded_twice(p[3], a),
-            _rounded_twice(p[4], b), _rounded_twice(p[5], b),
-            _rounded_twice(p[6], b), _rounded_twice(p[7], b),
-        )  # fmt: skip
+        return tl.dot(a, b, sums)
 
 
 @triton.jit
@@ -198,20 +90,19 @@ def _dot(weights, a, sums, WARPS: tl.constexpr):
     rows: tl.constexpr = a.shape[1]
     weights = tl.reshape(weights, (WARPS, each, columns))
     a = tl.broadcast_to(a[None], (WARPS, columns, rows))
-    if _INTERPRETED:
-        return tl.dot(weights.to(tl.float32), a.to(tl.float32), sums)
-    else:
-        return tl.dot(weights, a, sums)
+    return _product(weights, a, sums)
 
 
 @triton.jit
-def _weights(words, exponents, PRODUCTS: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the weights of a tile of words, dealt."""
+def _weights(
+    words, exponents, PRODUCTS: tl.constexpr, DEALT: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """Return the weights of a tile of words."""
     rows: tl.constexpr = words.shape[0]
     groups: tl.constexpr = words.shape[1] // 8
     words = tl.reshape(words.to(tl.uint32, bitcast=True), (rows, groups, 4, 2))
     y, z = tl.split(words)
-    return _dealt(scaled_pairs(y, z, exponents, PRODUCTS)).to(DTYPE)
+    return _whole(scaled_pairs(y, z, exponents, PRODUCTS), DEALT).to(DTYPE)
 
 
 @triton.jit
@@ -235,16 +126,97 @@ def _sums(
         a = tl.reshape(tl.permute(a, (2, 0, 4, 3, 1, 5)), (BLOCK_R, BLOCK_K)).T
         tile = words.load([expert, column, k // 8]).reshape(BLOCK, BLOCK_K // 8)
         exponents, every = _exponents(one, stride, k, one_known, K, BLOCK, BLOCK_K)
-        first = _dot(_weights(tile, exponents, PRODUCTS, DTYPE), a, first, WARPS)
+        first = _dot(_weights(tile, exponents, PRODUCTS, True, DTYPE), a, first, WARPS)
         if PRODUCTS == "one":
             ored |= every
         if PARTS == 2:
             tile = words.load([expert, column + distance, k // 8]).reshape(BLOCK, BLOCK_K // 8)
             exponents, every = _exponents(other, stride, k, other_known, K, BLOCK, BLOCK_K)
-            second = _dot(_weights(tile, exponents, PRODUCTS, DTYPE), a, second, WARPS)
+            second = _dot(_weights(tile, exponents, PRODUCTS, True, DTYPE), a, second, WARPS)
             if PRODUCTS == "one":
                 ored |= every
     return first, second, ored
+
+
+@triton.jit
+def _sums_of_rows(
+    a_ptrs, live, words, one, one_known, other, other_known, stride, expert, column, distance, K,
+    PRODUCTS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of one or two parts, ``[BLOCK_R, BLOCK]``; exponents ORed.
+
+    Weights are decoded into shared memory: both operands of the asynchronous product lie there.
+    """
+    DTYPE: tl.constexpr = a_ptrs.dtype.element_ty
+    first = tl.zeros((BLOCK_R, BLOCK), tl.float32)
+    second = tl.zeros((BLOCK_R, BLOCK), tl.float32)
+    ored = tl.zeros((BLOCK,), tl.uint32)
+    ks = tl.arange(0, BLOCK_K)
+    for k in range(0, K, BLOCK_K):
+        inside = live[:, None] & (k + ks < K)[None, :]
+        a = tl.load(a_ptrs + (k + ks)[None, :], mask=inside, other=0.0)
+        tile = words.load([expert, column, k // 8]).reshape(BLOCK, BLOCK_K // 8)
+        exponents, every = _exponents(one, stride, k, one_known, K, BLOCK, BLOCK_K)
+        weights = _weights(tile, exponents, PRODUCTS, False, DTYPE)
+        first = _product(a, weights.T, first)
+        if PRODUCTS == "one":
+            ored |= every
+        if PARTS == 2:
+            tile = words.load([expert, column + distance, k // 8]).reshape(BLOCK, BLOCK_K // 8)
+            exponents, every = _exponents(other, stride, k, other_known, K, BLOCK, BLOCK_K)
+            weights = _weights(tile, exponents, PRODUCTS, False, DTYPE)
+            second = _product(a, weights.T, second)
+            if PRODUCTS == "one":
+                ored |= every
+    return first, second, ored
+
+
+@triton.jit
+def _contract_rows(
+    a_ptrs, live, words, one, one_known, other, other_known, stride, expert, column, distance, K,
+    PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``contract_shuffled`` of many rows, which are the first operand."""
+    first, second, ored = _sums_of_rows(
+        a_ptrs, live, words, one, one_known, other, other_known, stride,
+        expert, column, distance, K, "one", PARTS, BLOCK_R, BLOCK, BLOCK_K,
+    )  # fmt: skip
+    if tl.max(((ored & _HIGH) != 0).to(tl.int32)) > 0:
+        first, second, ored = _sums_of_rows(
+            a_ptrs, live, words, one, one_known, other, other_known, stride,
+            expert, column, distance, K, "two", PARTS, BLOCK_R, BLOCK, BLOCK_K,
+        )  # fmt: skip
+    if PARTS == 2:
+        return tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (BLOCK_R, 2 * BLOCK))
+    else:
+        return first
+
+
+@triton.jit
+def _contract_warps(
+    a_ptrs, live, words, one, one_known, other, other_known, stride, expert, column, distance, K,
+    WARPS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``contract_shuffled`` of few rows, which every warp multiplies with weights of its own."""
+    first, second, ored = _sums(
+        a_ptrs, live, words, one, one_known, other, other_known, stride,
+        expert, column, distance, K, WARPS, "one", PARTS, BLOCK_R, BLOCK, BLOCK_K,
+    )  # fmt: skip
+    # Scales from 2 on, and NaN.
+    if tl.max(((ored & _HIGH) != 0).to(tl.int32)) > 0:
+        first, second, ored = _sums(
+            a_ptrs, live, words, one, one_known, other, other_known, stride,
+            expert, column, distance, K, WARPS, "two", PARTS, BLOCK_R, BLOCK, BLOCK_K,
+        )  # fmt: skip
+    first = tl.reshape(first, (BLOCK, BLOCK_R))
+    if PARTS == 2:
+        second = tl.reshape(second, (BLOCK, BLOCK_R))
+        whole = tl.permute(tl.join(first, second), (1, 2, 0))
+        return tl.reshape(whole, (BLOCK_R, 2 * BLOCK))
+    else:
+        return first.T
 
 
 @triton.jit
@@ -259,7 +231,8 @@ def contract_shuffled(
     Args:
         words: Descriptor of the values, (E, N, K / 8) words of eight columns.
         scales_ptr: Words of four scales, (E, ⌈K/128⌉, N), with strides for E, N and ⌈K/128⌉.
-        WARPS: Those of the launch; each has ``BLOCK / WARPS`` rows, a multiple of 16.
+        WARPS: Those of the launch; each has ``BLOCK / WARPS`` rows, a multiple of 16. 0 where rows
+            are the first operand, and four warps or more share a product.
     """
     scales_ptr += expert.to(tl.int64) * stride_se
     n = column + tl.arange(0, BLOCK)
@@ -268,20 +241,13 @@ def contract_shuffled(
     n += distance
     other = scales_ptr + n * stride_sn
     other_known = n < N
-    first, second, ored = _sums(
-        a_ptrs, live, words, one, one_known, other, other_known, stride_sk,
-        expert, column, distance, K, WARPS, "one", PARTS, BLOCK_R, BLOCK, BLOCK_K,
-    )  # fmt: skip
-    # Scales from 2 on, and NaN.
-    if tl.max(((ored & _HIGH) != 0).to(tl.int32)) > 0:
-        first, second, ored = _sums(
+    if WARPS == 0:
+        return _contract_rows(
             a_ptrs, live, words, one, one_known, other, other_known, stride_sk,
-            expert, column, distance, K, WARPS, "two", PARTS, BLOCK_R, BLOCK, BLOCK_K,
+            expert, column, distance, K, PARTS, BLOCK_R, BLOCK, BLOCK_K,
         )  # fmt: skip
-    first = tl.reshape(first, (BLOCK, BLOCK_R))
-    if PARTS == 2:
-        second = tl.reshape(second, (BLOCK, BLOCK_R))
-        whole = tl.permute(tl.join(first, second), (1, 2, 0))
-        return tl.reshape(whole, (BLOCK_R, 2 * BLOCK))
     else:
-        return first.T
+        return _contract_warps(
+            a_ptrs, live, words, one, one_known, other, other_known, stride_sk,
+            expert, column, distance, K, WARPS, PARTS, BLOCK_R, BLOCK, BLOCK_K,
+        )  # fmt: skip

@@ -15,7 +15,7 @@ from samebits.ops._triton.decoding import (
 )
 from samebits.ops._triton.launch import recordable
 from samebits.ops._triton.operand import stored_scales
-from samebits.ops._triton.shuffled import numbers_of, scaled_pairs
+from samebits.ops._triton.shuffled_words import numbers_of, scaled_pairs
 from samebits.ops.dequantize.tuning import Config, heuristic
 
 # The largest E8M0 exponent that ``e2m1_times_power`` takes.

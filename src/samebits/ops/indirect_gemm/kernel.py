@@ -310,7 +310,7 @@ def launch_first_projection(
     box = (config.block_n // 2 if each else config.block_n, config.block_k) if described else None
     if isinstance(w, QuantizedMatrix):
         box = (block_f if paired else config.block_n, config.block_k)
-        matrix = quantized_operand(w, box, config.num_warps)
+        matrix = quantized_operand(w, box, config.num_warps if config.swap else 0)
     else:
         matrix = matrix_operand(w, box, halves=halves and not each)
     tile = TileOptions.of(activation, x.dtype)
@@ -364,10 +364,10 @@ def launch_second_projection(
         return y
     if isinstance(w, QuantizedMatrix):
         box = (config.block_n, config.block_k)
-        matrix = quantized_operand(w, box, config.num_warps)
+        matrix = quantized_operand(w, box, config.num_warps if config.swap else 0)
     else:
         matrix = matrix_operand(w, (config.block_n, config.block_k) if config.tma else None)
-    wide = matrix.described and not config.swap
+    wide = matrix.described and not config.swap and matrix.format is None
     operand, h_tma = row_operand(h, (config.block_r, config.block_k) if wide else None)
     # Tiles of few rows have a box of their own.
     short = h

@@ -136,10 +136,13 @@ _E2M1 = (
 )
 # A larger first tile needs more registers than there are.
 _NVFP4 = (Entry(5.0, _upcasting(8, 64, 128, 2, 4), _upcasting(8, 64, 128, 2, 4)), _E2M1[1])
+# Rows as the first operand, weights decoded into shared memory.
+_MANY = replace(_streamed(128, 128, 64, 4, 3, swap=False), group=8)
 # Both warps, or all four, have rows of their own: see ``samebits.ops._triton.shuffled``.
 _SHUFFLED = (
     Entry(5.0, _upcasting(8, 128, 128, 2, 4), _upcasting(8, 128, 256, 4, 3)),
     Entry(40.0, _upcasting(16, 128, 128, 2, 4), _upcasting(16, 128, 256, 4, 3)),
+    Entry(180.0, _MANY, _MANY),
 )
 # The same for quantised weights that are upcast on the way, by the name of their format; from
 # benchmarks/tune_quantized.py. Beyond, weights are made dense first.
@@ -171,13 +174,16 @@ def supports_upcast(config: Config, held: WeightFormat, parts: int = 1) -> bool:
     Operands in registers are for ``mma.sync`` alone, which Triton takes for fewer than four warps:
     asynchronous products of such operands may be wrong (docs/projections.md). Scales are one to a
     power of two of columns, at least the four of a word. Of shuffled weights each warp has 16 rows
-    or a multiple of them, of each part, and a step is one of words of scales.
+    or a multiple of them, of each part, and a step is one of words of scales; or rows are the first
+    operand, and both lie in shared memory.
 
     Determinism: pure function of its arguments.
     """
     if held.shuffled:
+        if not config.swap:
+            return config.num_warps >= 4 and config.block_r >= 64 and config.block_k in (64, 128)
         each = config.block_n // (parts * config.num_warps)
-        return config.swap and each > 0 and each % 16 == 0 and config.block_k in (128, 256, 512)
+        return each > 0 and each % 16 == 0 and config.block_k in (128, 256, 512)
     columns = held.columns
     power = columns >= 4 and columns & (columns - 1) == 0
     return config.swap and config.num_warps < 4 and config.block_k % 32 == 0 and power

@@ -1,9 +1,10 @@
 """Compile what quantises rows, and the scaled product, without a GPU; print what each cubin uses.
 
 ``python tests/ops/cubins_eight_bits.py [case …]`` prints ``{case: {sm: [registers, stack, shared,
-vector, conversions, asynchronous, in registers]}}``: whether the hardware converts to E4M3, the
-number of asynchronous products, and how many of these have an operand in registers. ``--record``
-writes this Triton version's table.
+vector, conversions, asynchronous, in registers, merges]}}``: whether the hardware converts to E4M3,
+the number of asynchronous products, how many of these have an operand in registers, and how many
+conversions merge a register into their result, as those of constants do, wrongly (CUDA 12.8).
+``--record`` writes this Triton version's table.
 """
 
 import re
@@ -23,7 +24,8 @@ from samebits.formats.matrix import QuantizedMatrix
 from samebits.ops.permute.tuning import buffer_size, unpack
 from samebits.ops.quantize import kernel as quantize
 from samebits.ops.scaled_gemm import kernel as product
-from samebits.ops.scaled_gemm.tuning import CANDIDATES, Config, heuristic
+from samebits.ops.scaled_gemm.specialized import kernel as specialized
+from samebits.ops.scaled_gemm.tuning import TABLE, UNMEASURED, Config
 from samebits.weights import Layout
 
 EXPERTS, TOPK, HIDDEN, COLUMNS, TOKENS = 32, 4, 2880, 2880, 64
@@ -53,11 +55,12 @@ def _cases() -> dict[str, Case]:
         found[f"{op}-fp8"] = Case(op, {"row_format": ROWS_FP8})
         found[f"{op}-mxfp8-tiles"] = Case(op, {"row_format": MXFP8, "swizzle": True})
         found[f"{op}-mxfp8-numbers"] = Case(op, {"row_format": MXFP8, "numbers": True})
-    for config in (heuristic("sm_90"), *CANDIDATES):
+    for _, config in TABLE:
         found[_named(config)] = Case("product", config, (90,))
-    found[_named(heuristic("sm_100"))] = Case("product", heuristic("sm_100"), _OTHERS)
+    found[_named(UNMEASURED)] = Case("product", UNMEASURED, _OTHERS)
     # Rows at multiples of no 16 bytes: read byte by byte.
-    found["odd-product"] = Case("odd", heuristic("sm_90"), (90,))
+    for _, config in (TABLE[0], TABLE[-1]):
+        found[f"odd-product-{config.block_r}"] = Case("odd", config, (90,))
     return found
 
 
@@ -108,6 +111,8 @@ def build(case: Case, sm: int) -> Any:
 
 def _product(config: Config, total: int, hidden: int) -> Any:
     collect = _collected(product, "_scaled_product_kernel")
+    if config.specialized and hidden % 16 == 0:
+        collect = _collected(specialized, "_specialized_product_kernel")
     shapes = FP8.shapes((EXPERTS, 2 * COLUMNS, hidden))
     weight = QuantizedMatrix(
         format=FP8,
@@ -132,7 +137,12 @@ def measure(compiled: Any) -> list[int]:
     # Operands in shared memory are descriptors of it.
     registers = sum(dot.count("!ttg.memdesc") < 2 for dot in dots)
     converts = int("e4m3x2.f32" in ptx)
-    return [*cubins.measure(compiled), converts, ptx.count("wgmma.mma_async"), registers]
+    # The last operand is what is merged: RZ is nothing.
+    merges = re.findall(
+        r"F2FP\.SATFINITE\.E4M3\S* [^;]*, (?!RZ)\w+(?:\.\w+)* *;", compiled.asm["sass"]
+    )
+    asynchronous = ptx.count("wgmma.mma_async")
+    return [*cubins.measure(compiled), converts, asynchronous, registers, len(merges)]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("cubins_eight_bits.py")
 
 # Compiled each time, with what the tables hold and the record does not; the rest stands there.
 # ``python tests/ops/cubins_eight_bits.py --record`` makes it.
-AGAIN = ["product-64x128-8w-3s"]
+AGAIN = ["product-16x128-4w-4s", "product-128x256-4w-4s", "permute-mxfp8-numbers"]
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +34,13 @@ def test_nothing_spills_and_shared_memory_fits(table: Table) -> None:
     for case, targets in table.items():
         for target, (_, stack, shared, *_) in targets.items():
             # Single bytes take registers of their own.
-            assert stack == 0 or case == "odd-product", (case, target)
+            assert stack == 0 or "odd" in case, (case, target)
             assert shared <= (SHARED_SM_90 if target == "sm_90" else SHARED), (case, target)
 
 
 def test_memory_is_read_sixteen_bytes_at_a_time(table: Table) -> None:
     for case, targets in table.items():
-        if case == "odd-product":
+        if "odd" in case:
             continue
         assert {vector for _, _, _, vector, *_ in targets.values()} == {16}, case
 
@@ -48,7 +48,7 @@ def test_memory_is_read_sixteen_bytes_at_a_time(table: Table) -> None:
 def test_hardware_converts_where_it_rounds_once(table: Table) -> None:
     for case, targets in table.items():
         if "product" not in case:
-            for target, (*_, converts, _, _) in targets.items():
+            for target, (*_, converts, _, _, _) in targets.items():
                 # On sm_89 Triton rounds to fp16 first.
                 assert bool(converts) == (target not in ("sm_80", "sm_86", "sm_89")), (case, target)
 
@@ -59,6 +59,12 @@ def test_products_are_asynchronous_and_read_shared_memory(table: Table) -> None:
     tiles = {case: targets for case, targets in table.items() if "sm_90" in targets}
 
     for case, targets in tiles.items():
-        *_, asynchronous, in_registers = targets["sm_90"]
+        *_, asynchronous, in_registers, _ = targets["sm_90"]
         assert bool(asynchronous) == ("product" in case), case
         assert in_registers == 0, case
+
+
+def test_conversions_merge_nothing_into_their_result(table: Table) -> None:
+    """What the assembler makes of a conversion of constants: rows of no slot were garbage."""
+    for case, targets in table.items():
+        assert {merges for *_, merges in targets.values()} == {0}, case

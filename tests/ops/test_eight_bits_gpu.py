@@ -24,7 +24,7 @@ from samebits.ops.quantize.kernel import (
 )
 from samebits.ops.scaled_gemm.kernel import launch_scaled_gemm
 from samebits.ops.scaled_gemm.reference import scaled_product
-from samebits.ops.scaled_gemm.tuning import CANDIDATES, Config, heuristic
+from samebits.ops.scaled_gemm.tuning import CANDIDATES, TABLE, Config
 from samebits.routing import Permutation
 from samebits.testing.numerics import assert_bitwise_equal, relative_error
 from samebits.weights import Layout
@@ -137,15 +137,24 @@ def test_activations(
             assert_bitwise_equal(placed.scales, swizzle_scales(expected.scales[0], offsets))
 
 
+# A plain tile, to which the others are compared, and those that are used.
+PLAIN = Config(block_r=64, block_n=128, num_warps=8, num_stages=3)
+USED = [config for _, config in TABLE]
+
+
 def _product(
-    rows: QuantizedMatrix, weight: QuantizedMatrix, offsets: Tensor, config: Config
+    rows: QuantizedMatrix,
+    weight: QuantizedMatrix,
+    offsets: Tensor,
+    config: Config,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     total = rows.shape[1]
     slots = torch.arange(total, dtype=torch.int32, device="cuda")
     bias = torch.arange(weight.shape[1], device="cuda").float().expand(weight.shape[:2]) / 64
     table = tiles(offsets, total, config.block_r)
     return launch_scaled_gemm(
-        rows.values[0], rows.scales[0], slots, table, weight, bias, None, torch.float32, config
+        rows.values[0], rows.scales[0], slots, table, weight, bias, None, dtype, config
     )
 
 
@@ -162,8 +171,9 @@ def _expected(rows: QuantizedMatrix, weight: QuantizedMatrix, offsets: Tensor) -
 
 
 SHAPES = [(320, 192), (2880, 130), (130, 576), (7168, 256)]
-LIVE = 90
-OFFSETS = torch.tensor([0, 1, 1, 67, LIVE], dtype=torch.int32)
+LIVE = 333
+# Whole tiles and parts, of 128 rows too.
+OFFSETS = torch.tensor([0, 1, 1, 200, LIVE], dtype=torch.int32)
 
 
 def _operands(contraction: int, columns: int, weight_format: WeightFormat):
@@ -178,26 +188,29 @@ def test_product_is_the_rule_as_far_as_the_matrix_unit_adds(
     contraction: int, columns: int, weight_format: WeightFormat
 ) -> None:
     """Whole numbers: exact with any accumulator of 14 bits; others: within what one may lose."""
-    config = heuristic("sm_90")
     offsets = OFFSETS.cuda()
     rows, weight = _operands(contraction, columns, weight_format)
     expected = _expected(rows, weight, offsets)
 
-    y = _product(rows, weight, offsets, config)
+    y = _product(rows, weight, offsets, PLAIN)
 
     assert relative_error(y[:LIVE], expected[:LIVE]) < 2.0**-10
     for matrix in (rows, weight):
         # -1, 0 and 1: sums of 128 products are whole numbers of 8 bits.
         matrix.values.copy_(torch.randint(-1, 2, matrix.values.shape, device="cuda").float())
-    assert_bitwise_equal(
-        _product(rows, weight, offsets, config)[:LIVE], _expected(rows, weight, offsets)[:LIVE]
-    )
+    expected = _expected(rows, weight, offsets)[:LIVE]
+    for config in (PLAIN, *USED):
+        # The one of many rows is a kernel of its own, whose results have two bytes.
+        dtype = torch.bfloat16 if config.specialized else torch.float32
+        found = _product(rows, weight, offsets, config, dtype)[:LIVE]
+        assert_bitwise_equal(found, expected.to(dtype), str(config))
 
 
-def test_padding_and_experts_without_rows_are_not_read() -> None:
+@pytest.mark.parametrize("config", [USED[0], USED[-1]], ids=["few", "many"])
+def test_padding_and_experts_without_rows_are_not_read(config: Config) -> None:
     offsets = OFFSETS.cuda()
     rows, weight = _operands(2880, 192, FP8)
-    expected = _product(rows, weight, offsets, heuristic("sm_90"))
+    expected = _product(rows, weight, offsets, config, torch.bfloat16)
     for matrix, place in ((rows, slice(LIVE, None)), (weight, None)):
         for tensor in (matrix.values.view(torch.uint8), matrix.scales.view(torch.uint8)):
             if place is None:
@@ -205,7 +218,7 @@ def test_padding_and_experts_without_rows_are_not_read() -> None:
             else:
                 tensor[:, place] = 0xFF
 
-    y = _product(rows, weight, offsets, heuristic("sm_90"))
+    y = _product(rows, weight, offsets, config, torch.bfloat16)
 
     assert_bitwise_equal(y[:LIVE], expected[:LIVE])
     # Fresh memory of the package is NaN in tests.
@@ -220,26 +233,30 @@ def test_rows_are_independent_and_repeat(loads: str) -> None:
         wide[..., :2880] = weight.values.view(torch.uint8)
         values = wide.view(torch.float8_e4m3fn)[..., :2880]
         weight = QuantizedMatrix(format=FP8, columns=2880, values=values, scales=weight.scales)
-    offsets, config = OFFSETS.cuda(), heuristic("sm_90")
-    whole = _product(rows, weight, offsets, config)
-    # Many launches: a race would not show in one.
-    for _ in range(50):
-        assert_bitwise_equal(_product(rows, weight, offsets, config)[:LIVE], whole[:LIVE])
-    for first, count in ((1, 1), (1, 2), (5, 16), (1, 65), (2, 64)):
-        span = slice(first, first + count)
-        part = rows.map(lambda t, span=span: t[:, span].contiguous())
-        alone = torch.tensor([0, 0, 0, count, count], dtype=torch.int32, device="cuda")
-        y = _product(part, weight, alone, config)
-        assert_bitwise_equal(y, whole[span])
+    offsets, dtype = OFFSETS.cuda(), torch.bfloat16
+    whole = _product(rows, weight, offsets, PLAIN, dtype)
+    for config in USED:
+        # Many launches: a race would not show in one.
+        for _ in range(50):
+            found = _product(rows, weight, offsets, config, dtype)[:LIVE]
+            assert_bitwise_equal(found, whole[:LIVE], str(config))
+        for first, count in ((1, 1), (1, 2), (5, 16), (1, 65), (2, 64), (3, 150)):
+            span = slice(first, first + count)
+            part = rows.map(lambda t, span=span: t[:, span].contiguous())
+            alone = torch.tensor([0, 0, 0, count, count], dtype=torch.int32, device="cuda")
+            y = _product(part, weight, alone, config, dtype)
+            assert_bitwise_equal(y, whole[span], str(config))
 
 
 @pytest.mark.parametrize(("contraction", "columns"), SHAPES)
-def test_candidates_have_the_bits_of_the_tile(contraction: int, columns: int) -> None:
-    """What has to hold before one of them may enter a table."""
+def test_every_tile_has_the_same_bits(contraction: int, columns: int) -> None:
+    """The table's, and those that may enter it."""
     rows, weight = _operands(contraction, columns, FP8)
     offsets = OFFSETS.cuda()
-    expected = _product(rows, weight, offsets, heuristic("sm_90"))[:LIVE]
-    for config in CANDIDATES:
-        for _ in range(5):
-            found = _product(rows, weight, offsets, config)[:LIVE]
-            assert_bitwise_equal(found, expected, str(config))
+    expected = _product(rows, weight, offsets, PLAIN)[:LIVE]
+    for config in (*USED, *CANDIDATES):
+        dtypes = (torch.bfloat16, torch.float16) if config.specialized else (torch.float32,)
+        for dtype in dtypes:
+            for _ in range(5):
+                found = _product(rows, weight, offsets, config, dtype)[:LIVE]
+                assert_bitwise_equal(found, expected.to(dtype), str(config))

@@ -14,7 +14,12 @@ from samebits.testing.numerics import assert_bitwise_equal
 
 pytestmark = pytest.mark.interpret
 
-TILE = Config(block_r=16, block_n=64, num_warps=4, num_stages=1)
+TILES = [
+    Config(block_r=16, block_n=64, num_warps=4, num_stages=1),
+    Config(block_r=32, block_n=64, num_warps=4, num_stages=1, swap=False),
+    Config(block_r=16, block_n=64, num_warps=4, num_stages=1, tma=False),
+]
+EVERY_TILE = pytest.mark.parametrize("tile", TILES, ids=["weights-first", "rows-first", "pointers"])
 OFFSETS = torch.tensor([0, 5, 5, 23], dtype=torch.int32)
 
 
@@ -24,18 +29,26 @@ def _whole_numbers(*shape: int) -> torch.Tensor:
 
 
 def _product(
-    rows: QuantizedMatrix, weight: QuantizedMatrix, bias: torch.Tensor, probs: torch.Tensor
+    rows: QuantizedMatrix,
+    weight: QuantizedMatrix,
+    bias: torch.Tensor,
+    probs: torch.Tensor,
+    tile: Config,
 ) -> torch.Tensor:
     slots = torch.arange(rows.shape[1], dtype=torch.int32).flip(0)
     return launch_scaled_gemm(
-        rows.values[0], rows.scales[0], slots, tiles(OFFSETS, rows.shape[1], TILE.block_r),
-        weight, bias, probs, torch.float32, TILE,
+        rows.values[0], rows.scales[0], slots, tiles(OFFSETS, rows.shape[1], tile.block_r),
+        weight, bias, probs, torch.float32, tile,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("strided", [False, True], ids=["stored", "strided"])
-@pytest.mark.parametrize("weight_format", [FP8, WeightFormat(name="fp8", block=(48, 128))], ids=str)
-def test_bits_of_the_rule(weight_format: WeightFormat, strided: bool) -> None:
+@EVERY_TILE
+@pytest.mark.parametrize(
+    ("weight_format", "strided"),
+    [(FP8, False), (FP8, True), (WeightFormat(name="fp8", block=(48, 128)), True)],
+    ids=str,
+)
+def test_bits_of_the_rule(weight_format: WeightFormat, strided: bool, tile: Config) -> None:
     rows = quantize_rows(_whole_numbers(25, 320), ROWS_FP8)
     weight = quantize_matrix(_whole_numbers(3, 130, 320), weight_format)
     # What is padding, or of no expert, must not count.
@@ -56,7 +69,7 @@ def test_bits_of_the_rule(weight_format: WeightFormat, strided: bool) -> None:
         )
     bias, p = torch.randn(3, 130), torch.rand(25)
 
-    y = _product(rows, stored, bias, p)
+    y = _product(rows, stored, bias, p, tile)
 
     for expert in (0, 2):
         span = slice(int(OFFSETS[expert]), int(OFFSETS[expert + 1]))
@@ -67,14 +80,15 @@ def test_bits_of_the_rule(weight_format: WeightFormat, strided: bool) -> None:
     assert y[23:].isnan().all()
 
 
-def test_a_row_is_multiplied_alone() -> None:
+@EVERY_TILE
+def test_a_row_is_multiplied_alone(tile: Config) -> None:
     rows = quantize_rows(torch.randn(23, 200), ROWS_FP8)
     weight = quantize_matrix(torch.randn(3, 64, 200), FP8)
     bias, p = torch.zeros(3, 64), torch.ones(23)
-    expected = _product(rows, weight, bias, p)
+    expected = _product(rows, weight, bias, p, tile)
     rows.scales[:, 7] = torch.nan
 
-    y = _product(rows, weight, bias, p)
+    y = _product(rows, weight, bias, p, tile)
 
     assert y[7].isnan().all()
     others = torch.arange(23) != 7

@@ -86,7 +86,7 @@ def _scaled(problem: Problem, call: Call) -> tuple[Metadata, _Product]:
     """Return the metadata, and the products of FP8 rows."""
     from samebits.ops.scaled_gemm.kernel import launch_scaled_gemm
 
-    config = heuristic(problem.device)
+    config = heuristic(call.topk_ids.numel(), problem.E, problem.device)
     metadata = metadata_of(problem, call, config.block_r)
 
     def product(name: str, rows: Any, probs: Tensor | None, dtype: torch.dtype | None) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
-from samebits.checks.determinism.layers import FEW, SECOND, WHOLE, layer_variant, tile_of
+from samebits.checks.determinism.layers import FEW, SECOND, WHOLE, layer_variant
 from samebits.checks.determinism.operations import PERMUTE
 from samebits.checks.determinism.variant import Variant
 from samebits.formats.descriptor import FP8, MXFP8, ROWS_FP8, FormatPair
@@ -14,6 +14,7 @@ from samebits.problem import Problem, ProbPlacement
 
 QUANTIZE = "ops/quantize/kernel.py:"
 SCALED = "ops/scaled_gemm/kernel.py:_scaled_product_kernel"
+SPECIALIZED = "ops/scaled_gemm/specialized/kernel.py:_specialized_product_kernel"
 
 _BLOCKS = FormatPair(gate_up=FP8, down=FP8)
 # Families of options of FP8 rows.
@@ -49,9 +50,12 @@ def _quantised(problem: Problem) -> dict[str, dict[str, object]]:
 def _fp8(family: str, problem: Problem, tokens: int) -> Variant:
     """Return the layer whose products are of 8-bit numbers."""
     tiles = _quantised(problem)
-    kernels = [*(QUANTIZE + name for name in tiles), SCALED, f"{PERMUTE}_sum_kernel"]
-    tile = tile_of(family, problem, scaled_tuning.heuristic(problem.device))
-    tiles["_scaled_product_kernel"] = tile
+    config = scaled_tuning.heuristic(tokens * problem.K, problem.E, problem.device)
+    product = SPECIALIZED if config.specialized and family != "odd" else SCALED
+    kernels = [*(QUANTIZE + name for name in tiles), product, f"{PERMUTE}_sum_kernel"]
+    if family == "odd":
+        config = (config.of_plain_rows() if config.specialized else config).for_pointers()
+    tiles[product.rpartition(":")[2]] = asdict(config)
     return layer_variant("grouped", f"{family} 8-bit rows", problem, tokens, kernels, tiles)
 
 

@@ -1,47 +1,105 @@
-"""The tile of the scaled product: one for each architecture, for every size."""
+"""The tiles of the scaled product; all that an architecture uses compute the same bits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Tile of one program. Blocks of the contraction are those of the scales."""
 
-    # Rows of a tile, the second operand.
+    # Rows of a tile.
     block_r: int
-    # Rows of the weight matrix, the first operand: see ``_SM_90``.
+    # Rows of the weight matrix; as first operand 64 at least, see ``TABLE``.
     block_n: int
     num_warps: int
     num_stages: int
+    # Weights as the first operand: for tiles of few rows.
+    swap: bool = True
     # Row tiles that share a weight tile in turn.
     group: int = 8
-    # Read weights through a tensor descriptor where alignment allows.
+    # Read rows and weights through tensor descriptors where alignment allows.
     tma: bool = True
     # Programs of a persistent grid, at most.
     programs: int = 1 << 20
+    # By the kernel of ``samebits.ops.scaled_gemm.specialized``, which has one size of tile.
+    specialized: bool = False
+
+    def of_plain_rows(self) -> Self:
+        """Return the tile for operands that the specialized kernel does not take."""
+        return replace(
+            self,
+            block_n=128,
+            num_warps=8,
+            num_stages=4,
+            programs=1 << 20,
+            specialized=False,
+        )
+
+    def for_pointers(self) -> Self:
+        """Return the tile for operands that no descriptor reads: single bytes take registers."""
+        warps = 8 if self.block_r > 32 else 4
+        return replace(self, block_n=64, num_warps=warps, num_stages=3, swap=True, tma=False)
 
 
-# Tiles of an instruction with fewer than 64 rows had other bits on an H200, where products of 8-bit
-# numbers are then ``mma.sync``; nothing has shown yet that larger ones share theirs. So each
-# architecture has one, whatever the size.
-_SM_90 = Config(block_r=64, block_n=128, num_warps=8, num_stages=3)
-# Fits the registers and the 99 KB of shared memory of sm_89 and sm_120.
-_OTHER = Config(block_r=32, block_n=64, num_warps=4, num_stages=3, tma=False)
+def _few(block_r: int, block_n: int, num_warps: int, num_stages: int) -> Config:
+    return Config(block_r=block_r, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 
 
-def heuristic(device: str) -> Config:
-    """Return the tile of an architecture, spelled as in ``Problem``.
+def _rows(block_r: int, block_n: int, num_warps: int, num_stages: int) -> Config:
+    return replace(_few(block_r, block_n, num_warps, num_stages), swap=False)
 
-    Determinism: pure function of its arguments; there is no choice.
+
+def _specialized(num_stages: int, group: int) -> Config:
+    return Config(
+        block_r=128,
+        block_n=256,
+        num_warps=4,
+        num_stages=num_stages,
+        swap=False,
+        group=group,
+        programs=132,
+        specialized=True,
+    )
+
+
+# On an H200, Triton 3.6.0, from benchmarks/tune_scaled_gemm.py, by the most slots an expert, on
+# average; a tile table serves both projections. Every entry has the bits of the others
+# (tests/ops/test_eight_bits_gpu.py). Instructions of fewer than 64 rows had other bits: products of
+# 8-bit numbers are ``mma.sync`` then.
+TABLE: tuple[tuple[float, Config], ...] = (
+    (10.0, _few(16, 128, 4, 4)),
+    (20.0, _few(32, 128, 4, 4)),
+    (48.0, _rows(64, 128, 4, 4)),
+    (float("inf"), _specialized(4, 4)),
+)
+# Elsewhere nothing has shown that two tiles share their bits, so that there is one; it fits the
+# registers and the 99 KB of shared memory of sm_89 and sm_120.
+UNMEASURED = Config(block_r=32, block_n=64, num_warps=4, num_stages=3, tma=False)
+
+
+def heuristic(rows: int, experts: int, device: str) -> Config:
+    """Return the tile for ``rows`` slots over ``experts`` experts.
+
+    Args:
+        rows: T * K.
+        experts: E.
+        device: As in ``Problem``. The table is evidence for sm_90 only; others get ``UNMEASURED``.
+
+    Determinism: pure function of its arguments; no choice changes bits.
     """
-    return _SM_90 if device == "sm_90" else _OTHER
+    if device != "sm_90":
+        return UNMEASURED
+    return next(config for most, config in TABLE if rows <= most * experts)
 
 
-# For sm_90: to be compared in bits and in time before one of them may enter a table.
+# For sm_90: what benchmarks/tune_scaled_gemm.py times beside the table.
 CANDIDATES = (
-    Config(block_r=16, block_n=128, num_warps=4, num_stages=4),
-    Config(block_r=32, block_n=128, num_warps=4, num_stages=4),
-    Config(block_r=16, block_n=64, num_warps=4, num_stages=5),
-    Config(block_r=128, block_n=64, num_warps=4, num_stages=4),
-    Config(block_r=64, block_n=256, num_warps=8, num_stages=4),
+    _few(16, 64, 4, 4),
+    _few(16, 128, 4, 6),
+    _few(32, 64, 4, 5),
+    _few(64, 128, 4, 4),
+    _rows(64, 128, 4, 3),
+    _rows(128, 128, 8, 4),
+    _specialized(4, 8),
 )

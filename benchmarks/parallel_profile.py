@@ -25,6 +25,7 @@ PHASES = (
     ("permute", exchanged, "permute"),
     ("wait and counts", departure.Departure, "route"),
     ("out", route.Route, "go"),
+    ("gathered out", route.Route, "go_from"),
     ("arrived", exchanged.Exchanged, "_arrived"),
     ("experts", held.HeldExperts, "forward"),
     ("back", route.Route, "back"),
@@ -142,6 +143,25 @@ def counted(function, device):
     }
 
 
+def sequence(function, device, calls=6):
+    """Return [µs after its first kernel, µs long, kernel] of a call in the middle of some."""
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        for _ in range(calls):
+            function()
+        sync(device)
+    kernels = sorted(
+        (event.time_range.start, event.time_range.elapsed_us(), event.name)
+        for event in profile.events()
+        if str(event.device_type) == "DeviceType.CUDA" and not event.name.startswith("nccl:")
+    )
+    # Each call sorts its slots first, and its arrivals later.
+    starts = [place for place, kernel in enumerate(kernels) if "_histogram" in kernel[2]]
+    half = calls // 2
+    middle = kernels[starts[2 * half] : starts[2 * half + 2]] if len(starts) == 2 * calls else []
+    return [[round(at - middle[0][0], 1), round(us, 1), name[:40]] for at, us, name in middle]
+
+
 def host_of(function, device, calls=20):
     """Return the host's µs of a call whose work it does not wait for."""
     times = []
@@ -238,14 +258,19 @@ def profile_pass(function, device):
         for alone in (False, True)
         for events in kinds
     }
+    if device.type == "cuda":
+        found["sequence"] = sequence(function, device)
     return found | {"launched": counted(function, device)}
 
 
 def lines_of(row):
     """Return the tables of a profile as text."""
-    lines = [f"{row['shape']} T={row['tokens']}, rank {row['rank']}, µs: start + length"]
+    lines = [
+        f"{row['shape']} T={row['tokens']} {row['transport']}, rank {row['rank']}, µs: start + length"
+    ]
     for name in ("forward", "step"):
-        tables = {key: table for key, table in row[name].items() if key != "launched"}
+        others = ("launched", "sequence")
+        tables = {key: table for key, table in row[name].items() if key not in others}
         lines.append(f"  {name:22}" + "".join(f"{key:>22}" for key in tables))
         order = sorted(
             {label for table in tables.values() for label in table},
@@ -254,6 +279,8 @@ def lines_of(row):
         for label in order:
             cells = [tables[key].get(label, ["", ""]) for key in tables]
             lines.append(f"  {label:22}" + "".join(f"{a!s:>12} +{b!s:>8}" for a, b in cells))
+        for start, long, kernel in row[name].get("sequence", []):
+            lines.append(f"    {start:9} +{long:8} {kernel}")
         launched = row[name]["launched"]
         lines.append(f"  {launched['counts']}, device busy {launched['busy_us']} µs")
         lines += [f"    {spent:9} {kernel}" for kernel, spent in launched["kernel_us"].items()]

@@ -265,9 +265,8 @@ def profile_pass(function, device):
 
 def lines_of(row):
     """Return the tables of a profile as text."""
-    lines = [
-        f"{row['shape']} T={row['tokens']} {row['transport']}, rank {row['rank']}, µs: start + length"
-    ]
+    about = f"{row['shape']} T={row['tokens']} {row['transport']}, rank {row['rank']}"
+    lines = [f"{about}, µs: start + length"]
     for name in ("forward", "step"):
         others = ("launched", "sequence")
         tables = {key: table for key, table in row[name].items() if key not in others}

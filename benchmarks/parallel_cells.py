@@ -14,7 +14,7 @@ from samebits.testing.cases import MODELS
 
 BF16 = torch.bfloat16
 # Rounds, and ms that the calls of one take in all: 3 calls at least, 30 at most.
-ROUNDS, SPAN = 5, 20.0
+ROUNDS, SPAN = 11, 20.0
 _STREAMS = []
 
 

@@ -206,7 +206,7 @@ def _probs_gradient_kernel(
     partial_ptr, dout_ptr, stride_dt, bias_ptr, ids_ptr, inverse_ptr,
     dp_ptr,
     R, topk, expert_start, H, partials,
-    BLOCK_S: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     slots = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     inside = slots < R
@@ -218,17 +218,13 @@ def _probs_gradient_kernel(
         dout_rows = dout_ptr + (slots // topk * stride_dt)[:, None]
         bias_rows = bias_ptr + (experts * H)[:, None]
         from_bias = tl.zeros((BLOCK_S,), tl.float32)
-        for column in range(0, H, 256):
-            columns = column + tl.arange(0, 256)[None, :]
+        for column in range(0, H, BLOCK_H):
+            columns = column + tl.arange(0, BLOCK_H)[None, :]
             mask = live[:, None] & (columns < H)
             dout = tl.load(dout_rows + columns, mask=mask, other=0.0).to(tl.float32)
             bias = tl.load(bias_rows + columns, mask=mask, other=0.0).to(tl.float32)
-            # Four blocks of 64 columns at a time, added one after the other.
-            sums = tl.reshape(sum_of_64_columns(dout * bias, BLOCK_S, 256), (BLOCK_S, 2, 2))
-            even, odd = tl.split(sums)
-            first, third = tl.split(even)
-            second, fourth = tl.split(odd)
-            from_bias = from_bias + first + second + third + fourth
+            sums = sum_of_64_columns(dout * bias, BLOCK_S, BLOCK_H)
+            from_bias += tl.reshape(sums, (BLOCK_S,))
         dp += from_bias
     dp = tl.where(live, dp, 0.0).to(dp_ptr.dtype.element_ty)
     tl.store(dp_ptr + slots, dp, mask=inside)
@@ -236,8 +232,8 @@ def _probs_gradient_kernel(
 
 def _fits_early(config: Config, activation: Activation, layout: Layout) -> bool:
     """Return whether z can be asked for early without a stack (tests/ops/cubins_gradients.py)."""
-    few = activation.limit is None and layout.interleave is None
-    return config.block_r >= 128 and activation.kind == "silu" and (few or layout.interleave == 1)
+    plain = activation.kind == "silu" and activation.limit is None and layout.interleave is None
+    return config.block_r >= 128 and plain
 
 
 class Rows(NamedTuple):
@@ -348,6 +344,6 @@ def launch_probs_gradient(
         _probs_gradient_kernel[(triton.cdiv(dp.numel(), slots),)](
             partial, dout, dout.stride(0), down_bias, topk_ids, inverse, dp,
             dp.numel(), topk, expert_start, dout.shape[1], partial.shape[1],
-            BLOCK_S=slots, num_warps=4, enable_fp_fusion=False,
+            BLOCK_S=slots, BLOCK_H=64, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return dp

@@ -95,17 +95,11 @@ def _chunk_sums_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < N
     total = tl.zeros((BLOCK,), tl.float32)
-    # Eight rows are on their way at a time; what is past the end adds zeros, which change no bit.
-    for start in range(first, end, 8):
-        for step in tl.static_range(8):
-            row = start + step
-            here = row < end
-            value = tl.load(rows_ptr + row * stride_r + columns, mask=mask & here, other=0.0)
-            value = value.to(tl.float32)
-            if probs_ptr is not None:
-                slot = tl.load(slots_ptr + row, mask=here, other=0)
-                value = value * tl.load(probs_ptr + slot, mask=here, other=0.0).to(tl.float32)
-            total += value
+    for row in tl.range(first, end, num_stages=3):
+        value = tl.load(rows_ptr + row * stride_r + columns, mask=mask, other=0.0).to(tl.float32)
+        if probs_ptr is not None:
+            value = value * tl.load(probs_ptr + tl.load(slots_ptr + row)).to(tl.float32)
+        total += value
     tl.store(chunk_sums_ptr + chunk * N + columns, total, mask=mask & (first < end))
 
 

@@ -44,9 +44,20 @@ class Config:
 
 
 def _rows(
-    block_r: int, block_n: int, warps: int, stages: int, *, group: int = 8, short: int = 0
+    block_r: int,
+    block_n: int,
+    warps: int,
+    stages: int,
+    *,
+    group: int = 8,
+    short: int = 0,
+    persistent: bool = True,
 ) -> Config:
-    """Rows as the first operand, on a persistent grid: for arithmetic-bound sizes."""
+    """Rows as the first operand: for arithmetic-bound sizes.
+
+    On a persistent grid, or, where tiles are few and some are short, in the order of the hardware.
+    """
+    programs = 132 if block_r * block_n >= 128 * 256 else 264
     return Config(
         block_r=block_r,
         block_n=block_n,
@@ -54,7 +65,7 @@ def _rows(
         num_warps=warps,
         num_stages=stages,
         group=group,
-        programs=132 if block_r * block_n >= 128 * 256 else 264,
+        programs=programs if persistent else 1 << 20,
         short=short,
     )
 
@@ -101,7 +112,11 @@ TABLE: tuple[Entry, ...] = (
     Entry(48.0, _streamed(64, 256, 64, 8, 4), _streamed(64, 256, 64, 8, 4)),
     Entry(100.0, _rows(128, 256, 8, 4, short=64), _rows(128, 256, 8, 4, short=64)),
     Entry(180.0, _streamed(128, 256, 64, 8, 4, short=32), _streamed(128, 256, 64, 8, 4, short=32)),
-    Entry(400.0, _rows(128, 256, 8, 4, short=64), _rows(128, 256, 8, 4)),
+    Entry(
+        400.0,
+        _rows(128, 256, 8, 4, short=64, persistent=False),
+        _rows(128, 256, 8, 4, short=64, persistent=False),
+    ),
     Entry(float("inf"), _rows(128, 256, 8, 3, group=16), _rows(128, 256, 8, 3)),
 )
 

@@ -90,6 +90,13 @@ def interpolate(x, s):
     return F.interpolate((x * s)[None], scale_factor=s + 1.5)
 
 
+def graph_break(x, s):
+    """Python goes on with an expression of the number, after a call that is not compiled."""
+    y, t = x * s, s + 0.1
+    torch._dynamo.graph_break()
+    return y * t
+
+
 class Layers(nn.Module):
     """Two layers, each with its own limit."""
 

@@ -62,6 +62,7 @@ GROUPS: dict[str, tuple[Program, ...]] = {
         Program("label_smoothing", (OPEN, OPEN)),
         Program("interpolate", (OPEN, OPEN)),
         Program("custom_op_expression", (OPEN, OPEN)),
+        Program("graph_break", (MENDED_CLAMP, MENDED_CLAMP)),
         Program(
             "layers",
             (None, MENDED_CLAMP),

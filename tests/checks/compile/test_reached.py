@@ -23,6 +23,7 @@ def one_tensor():
         (reached_programs.by_module, {f"{SETTINGS}.LIMIT"}),
         (reached_programs.by_class, {f"{SETTINGS}.Namespace.limit"}),
         (reached_programs.by_function_of_a_module, {"reached_programs.activations.SLOPE"}),
+        (reached_programs.by_table, {"reached_programs.activations.SLOPE"}),
         (reached_programs.by_default, {"options['limit']"}),
         (reached_programs.by_autograd_function, {"reached_programs.Clamp.LIMIT"}),
         (reached_programs.Block(), {"target.activation.limit", "reached_programs.SCALE"}),

@@ -137,6 +137,8 @@ def _numbers_named(holder: Any, names: set[str], packages: set[str]) -> Iterator
             yield Place.of_attribute(holder, name, f"{path}.{name}")
 
 
+# Longer tables are data.
+_LONGEST = 64
 _DATA = (dict, list, tuple, nn.Module, types.SimpleNamespace, argparse.Namespace)
 
 
@@ -153,7 +155,13 @@ def _package(owner: Any) -> str:
     return str(getattr(owner, "__module__", "") or "").partition(".")[0]
 
 
-def _functions_of(value: Any) -> list[Any]:
+def _functions_of(value: Any, depth: int = 2) -> list[Any]:
+    """Return the functions that are, or are behind, a value; those in a table of functions too."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        items = value[:_LONGEST] if depth else ()
+        return [function for item in items for function in _functions_of(item, depth - 1)]
     if isinstance(value, (staticmethod, classmethod)):
         return [value.__func__]
     if isinstance(value, type) and issubclass(value, torch.autograd.Function):

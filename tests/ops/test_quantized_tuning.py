@@ -62,6 +62,16 @@ def test_layouts_whose_parts_a_tile_can_read() -> None:
     assert quantized_heuristic(32, plain) is not None
 
 
+def test_few_programs_of_shuffled_weights() -> None:
+    table, few = QUANTIZED_TABLE["mxfp4_shuffled"], QUANTIZED_FEW["mxfp4_shuffled"]
+    problem = replace(MIXTRAL, format=pair(MXFP4_SHUFFLED))
+
+    assert quantized_heuristic(2, problem) == (few.first, few.second)
+    assert quantized_heuristic(8, problem) == (table[0].first, table[0].second)
+    assert quantized_heuristic(1024, problem) == (table[2].first, table[2].second)
+    assert quantized_heuristic(1032, problem) is None
+
+
 def test_shuffled_weights_have_rows_for_every_warp() -> None:
     tile = QUANTIZED_TABLE["mxfp4_shuffled"][0].second
 

@@ -102,6 +102,7 @@ def _weights(
     groups: tl.constexpr = words.shape[1] // 8
     words = tl.reshape(words.to(tl.uint32, bitcast=True), (rows, groups, 4, 2))
     y, z = tl.split(words)
+    exponents = tl.broadcast_to(exponents[:, :, None], (rows, groups, 4))
     return _whole(scaled_pairs(y, z, exponents, PRODUCTS), DEALT).to(DTYPE)
 
 

@@ -66,17 +66,9 @@ def numbers_of(pairs):
 
 
 @triton.jit
-def _each_thread(factors):
-    """Return what belongs to each group for each of the four threads."""
-    rows: tl.constexpr = factors.shape[0]
-    groups: tl.constexpr = factors.shape[1]
-    return tl.broadcast_to(factors[:, :, None], (rows, groups, 4))
-
-
-@triton.jit
 def _power(exponents):
     """Return ``2**(exponents - 127)`` of numbers 2⁻¹²⁶ times as large, as a pair of bf16."""
-    return _each_thread((exponents & 0xFF) * 0x00800080 + 126 * 0x00800080)
+    return (exponents & 0xFF) * 0x00800080 + 126 * 0x00800080
 
 
 @triton.jit
@@ -84,12 +76,7 @@ def _any_power(exponents):
     """Return the scales that all exponents stand for, as pairs of bf16."""
     exponents = exponents & 0xFF
     bits = tl.where(exponents == 0, 0x00400040, exponents * 0x00800080)
-    return _each_thread(tl.where(exponents == 255, 0x7FC07FC0, bits))
-
-
-@triton.jit
-def _factor(exponents):
-    return _each_thread(scale_factors(exponents & 0xFF, None, "e8m0"))
+    return tl.where(exponents == 255, 0x7FC07FC0, bits)
 
 
 @triton.jit
@@ -105,7 +92,7 @@ def _rounded_twice(pairs, factors):
 
 @triton.jit
 def scaled_pairs(y, z, exponents, PRODUCTS: tl.constexpr):
-    """Return eight pairs of bf16 of each two words ``[rows, groups, threads]``, times their scales.
+    """Return eight pairs of bf16 of each two words, times their scales: four of each exponent.
 
     Every product is exact. ``PRODUCTS``: "one", of exponents up to 128; "two", of all; "fp32", the
     same before sm_90, which multiplies no pairs.
@@ -126,8 +113,8 @@ def scaled_pairs(y, z, exponents, PRODUCTS: tl.constexpr):
             _twice(p[4], b), _twice(p[5], b), _twice(p[6], b), _twice(p[7], b),
         )  # fmt: skip
     else:
-        a = _factor(exponents)
-        b = _factor(exponents >> 8)
+        a = scale_factors(exponents & 0xFF, None, "e8m0")
+        b = scale_factors((exponents >> 8) & 0xFF, None, "e8m0")
         return (
             _rounded_twice(p[0], a), _rounded_twice(p[1], a),
             _rounded_twice(p[2], a), _rounded_twice(p[3], a),

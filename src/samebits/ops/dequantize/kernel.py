@@ -152,29 +152,29 @@ def _dequantize_shuffled_kernel(
     if offsets_ptr is not None:
         if tl.load(offsets_ptr + expert) == tl.load(offsets_ptr + expert + 1):
             return
-    GROUPS: tl.constexpr = BLOCK_K // 64
     column_blocks = tl.cdiv(K, BLOCK_K)
-    n = (tl.program_id(0) // column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    group = tl.program_id(0) % column_blocks * GROUPS + tl.arange(0, GROUPS)
-    known = (n < N)[:, None] & (group < K // 64)[None, :]
+    # Neighbours in the first dimension are neighbours in memory, and threads of a warp.
+    n = (tl.program_id(0) // column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
+    place = (
+        tl.program_id(0) % column_blocks * (BLOCK_K // 16) + tl.arange(0, BLOCK_K // 16)[:, None]
+    )
+    known = (n < N) & (place < K // 16)
     e = expert.to(tl.int64)
-    thread = tl.arange(0, 4)[None, None, :]
-    places = words_ptr + e * stride_we + (n * stride_wn)[:, None] + (group * 8)[None, :]
-    places = places[:, :, None] + thread * 2
-    y = tl.load(places, mask=known[:, :, None], other=0).to(tl.uint32, bitcast=True)
-    z = tl.load(places + 1, mask=known[:, :, None], other=0).to(tl.uint32, bitcast=True)
-    scale_ptrs = scales_ptr + e * stride_se + (n * stride_sn)[:, None]
-    scale_ptrs += ((group // 2).to(tl.int64) * stride_sk + group % 2)[None, :]
+    places = words_ptr + e * stride_we + n * stride_wn + place * 2
+    y = tl.load(places, mask=known, other=0).to(tl.uint32, bitcast=True)
+    z = tl.load(places + 1, mask=known, other=0).to(tl.uint32, bitcast=True)
+    group = place // 4
+    scale_ptrs = scales_ptr + e * stride_se + n * stride_sn
+    scale_ptrs += (group // 2).to(tl.int64) * stride_sk + group % 2
     exponents = tl.load(scale_ptrs, mask=known, other=0).to(tl.uint32)
     PRODUCTS: tl.constexpr = "two" if cuda_capability_geq(9, 0) else "fp32"
     pairs = scaled_pairs(y, z, exponents, PRODUCTS)
-    w_ptrs = w_ptr + (e * N + n)[:, None] * K + (group * 64)[None, :]
-    w_ptrs = (w_ptrs[:, :, None] + thread * 4)[:, :, :, None] + tl.arange(0, 4)[None, None, None, :]
-    inside = known[:, :, None, None]
+    w_ptrs = w_ptr + (e * N + n) * K + group * 64 + place % 4 * 4
+    w_ptrs = w_ptrs[:, :, None] + tl.arange(0, 4)[None, None, :]
     for part in tl.static_range(4):
         both = numbers_of(tl.join(pairs[2 * part], pairs[2 * part + 1]))
-        four = tl.reshape(both, (BLOCK_N, GROUPS, 4, 4)).to(w_ptr.dtype.element_ty)
-        tl.store(w_ptrs + 16 * part, four, mask=inside)
+        four = tl.reshape(both, (BLOCK_K // 16, BLOCK_N, 4)).to(w_ptr.dtype.element_ty)
+        tl.store(w_ptrs + 16 * part, four, mask=known[:, :, None])
 
 
 def launch_dequantize(

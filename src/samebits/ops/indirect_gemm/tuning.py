@@ -155,9 +155,9 @@ _NVFP4 = (Entry(5.0, _upcasting(8, 64, 128, 2, 4), _upcasting(8, 64, 128, 2, 4))
 _MANY = replace(_streamed(128, 128, 64, 4, 3, swap=False), group=8)
 # Both warps, or all four, have rows of their own: see ``samebits.ops._triton.shuffled``.
 _SHUFFLED = (
-    Entry(5.0, _upcasting(8, 128, 128, 2, 4), _upcasting(8, 128, 256, 4, 3)),
+    Entry(5.0, _upcasting(8, 128, 128, 2, 4), _upcasting(8, 128, 256, 4, 4)),
     Entry(40.0, _upcasting(16, 128, 128, 2, 4), _upcasting(16, 128, 256, 4, 3)),
-    Entry(180.0, _MANY, _MANY),
+    Entry(128.0, _MANY, _MANY),
 )
 # The same for quantised weights that are upcast on the way, by the name of their format; from
 # benchmarks/tune_quantized.py. Beyond, weights are made dense first.
@@ -179,8 +179,10 @@ QUANTIZED_FEW = {
     "mxfp4_shuffled": _FEW_SHUFFLED,
     "nvfp4": _FEW_E2M1,
 }
-# Programs of two warps that run at once on an H200: some six on each multiprocessor.
-_FILLING = 6 * 132
+# Programs of either projection that fill an H200. Of two warps some six run on a multiprocessor;
+# shuffled weights' first tiles were the faster ones with 720 programs, the few ones with 448.
+_FILLING = 6 * 132, 6 * 132
+_FILLING_SHUFFLED = 600, 132
 
 
 def supports_upcast(config: Config, held: WeightFormat, parts: int = 1) -> bool:
@@ -219,9 +221,10 @@ def quantized_heuristic(rows: int, problem: Problem) -> tuple[Config, Config] | 
     first, second = entry.first, entry.second
     if entry.most <= few.most:
         experts, columns = min(rows, problem.E), problem.activation.columns
-        if experts * columns * problem.F < _FILLING * first.block_n:
+        filling = _FILLING_SHUFFLED if held.gate_up.shuffled else _FILLING
+        if experts * columns * problem.F < filling[0] * first.block_n:
             first = few.first
-        if experts * problem.H < _FILLING * second.block_n:
+        if experts * problem.H < filling[1] * second.block_n:
             second = few.second
     parts = problem.activation.columns
     if not (supports_upcast(first, held.gate_up, parts) and supports_upcast(second, held.down)):

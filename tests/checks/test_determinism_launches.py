@@ -32,7 +32,7 @@ def small(problem: Problem) -> Problem:
     return replace(
         problem,
         H=66 if problem.H % 16 else 64,
-        F=34 if problem.F % 16 else 32,
+        F=34 if problem.F % 16 else 64,
         E=16,
         K=min(problem.K, 2),
         N=None if problem.N is None else 64,

@@ -49,6 +49,6 @@ def peers_of(problem, weights, names):
     if "megatron" in names:
         try:
             layers["megatron activation"] = _megatron(weights)
-        except ImportError as error:
-            print(f"no megatron here ({error})")
+        except FAULTS as error:
+            print(f"no megatron here ({type(error).__name__}: {error})"[:200])
     return layers

@@ -121,9 +121,9 @@ def _namespaces(value: Any, names: set[str], packages: set[str]) -> Iterator[Any
     yield value
     for name in sorted(names & vars(value).keys()):
         inner = vars(value)[name]
+        is_module = isinstance(inner, types.ModuleType)
         # Modules that it holds, not those that hold it: a package may import itself.
-        below = getattr(inner, "__name__", "").startswith(f"{value.__name__}.")
-        if below or isinstance(inner, type):
+        if not is_module or inner.__name__.startswith(f"{value.__name__}."):
             yield from _namespaces(inner, names, packages)
 
 

@@ -5,7 +5,8 @@ add. A block's 256 columns are four products, and while one of them is scaled in
 has the next, or one of the other warpgroup. Steps, their order and their roundings are those of
 ``samebits.ops.scaled_gemm.kernel``. Programs are persistent.
 
-In Gluon, which has no interpreter.
+In Gluon, which has no interpreter: cubins, and comparisons on a GPU, test this file. All products of a
+warpgroup stand in one line of code: of products in several branches ptxas mixed up the operands.
 """
 
 import triton
@@ -25,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor as HostDescriptor
 from samebits.formats.matrix import QuantizedMatrix
 from samebits.ops._triton.launch import recordable
 from samebits.ops._triton.operand import row_operand, weight_operand
+from samebits.ops._triton.product import tile_of_position
 from samebits.ops.permute.tuning import Tiles
 from samebits.ops.scaled_gemm.tuning import Config
 
@@ -33,16 +35,6 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 # Of every tile: rows, rows of a warpgroup, columns, columns of a product, columns of a block.
 ROWS, HALF, COLUMNS, PRODUCT, BLOCK = 128, 64, 256, 64, 128
-
-
-@gluon.jit
-def _tile_of_position(position, tiles, column_blocks, GROUP: gl.constexpr):
-    """Return (row tile, column block), as ``samebits.ops._triton.product.tile_of_position``."""
-    per_group = GROUP * column_blocks
-    first = (position // per_group) * GROUP
-    size = gl.minimum(tiles - first, GROUP)
-    inside = position % per_group
-    return first + inside % size, inside // size
 
 
 @gluon.jit
@@ -60,7 +52,7 @@ def _load(
     stage = 0
     phase = 1
     for position in range(gl.program_id(0), tiles * column_blocks, gl.num_programs(0)):
-        tile, column_block = _tile_of_position(position, tiles, column_blocks, GROUP)
+        tile, column_block = tile_of_position(position, tiles, column_blocks, GROUP)
         expert = gl.load(expert_ptr + tile)
         first = gl.load(row_ptr + tile)
         for k in range(0, K, 128):
@@ -138,7 +130,7 @@ def _multiply(
     stage = 0
     phase = 0
     for position in range(gl.program_id(0), tiles * column_blocks, gl.num_programs(0)):
-        tile, column_block = _tile_of_position(position, tiles, column_blocks, GROUP)
+        tile, column_block = tile_of_position(position, tiles, column_blocks, GROUP)
         expert = gl.load(expert_ptr + tile)
         first = gl.load(row_ptr + tile) + FIRST
         end = gl.load(end_ptr + tile)

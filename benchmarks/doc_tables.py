@@ -112,6 +112,7 @@ def training_rows(cells):
     for shape, tokens in sorted(cells, key=lambda place: (list(MODELS).index(place[0]), place[1])):
         cell = cells[shape, tokens]
         name, peer = cell["peer"]
+        name = name.replace(" (recorded)", ", recorded")
         lines.append(
             f"| {shape} | {tokens} | {cell['ours']:.3f} | {cell['floor_ms'] / cell['ours']:.2f} | "
             f"{peer:.3f} ({name}) | {ratio(cell, peer)} | {ratio(cell, cell['recorded'])} | "

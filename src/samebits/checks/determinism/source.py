@@ -27,6 +27,7 @@ class Sources:
     root: Path
     _closures: dict[str, dict[str, Any]] = field(default_factory=dict)
     _texts: dict[str, str] = field(default_factory=dict)
+    _modules: dict[tuple[str, str], File | None] = field(default_factory=dict)
 
     @cached_property
     def files(self) -> dict[str, File]:
@@ -182,6 +183,12 @@ class Sources:
 
     def _file_of(self, file: File, module: str) -> File | None:
         """Return the file below the root that is ``module`` (with dots before it: relative)."""
+        key = file.subject, module
+        if key not in self._modules:
+            self._modules[key] = self._looked_up(file, module)
+        return self._modules[key]
+
+    def _looked_up(self, file: File, module: str) -> File | None:
         names = module.lstrip(".")
         dots = len(module) - len(names)
         if dots:

@@ -139,7 +139,7 @@ def tables():
             layer, lambda c: f"{ratio(c, c['peer'][1])} / {ratio(c, c['recorded'])}"
         ),
         "layer-means": means(layer, groups),
-        "layer-missed": missed("layer", (*LAYER, *OPTIONS)),
+        "layer-missed": missed("layer", (*OPTIONS, *LAYER)),
         "training": training_rows(steps),
         "training-ratios": by_tokens(
             steps, lambda c: f"{c['ours']:.2f} ({ratio(c, c['recorded'])})"

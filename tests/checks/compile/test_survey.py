@@ -1,6 +1,9 @@
 """What is known before anything is compiled: values that matter, targets that cannot be used."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 from threading import Lock
 
 import programs
@@ -175,3 +178,13 @@ def test_a_target_that_ends_its_process_is_told(tmp_path):
     error = surveyed(tmp_path, "programs:leaves", "programs:two_floats")["error"]
 
     assert "the process that ran the eager function ended with code 9" in error
+
+
+def test_the_audit_imports_where_torch_has_no_grouped_product():
+    # As before torch 2.10: everything else of samebits may need it, the audit does not.
+    code = "import torch; del torch.nn.functional.grouped_mm; import samebits.checks.compile.worker"
+
+    environment = process.environment(Path())
+    run = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
+
+    assert run.returncode == 0

@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import grouped_mm, linear
 
 from samebits import activation as act
 from samebits.backends.call import Call, accumulate_dtype, weights_of_experts
@@ -185,7 +185,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: Chunk) -> Ten
         # torch adds a bias before it rounds only where the bias has the product's dtype.
         wide = torch.promote_types(x.dtype, torch.float32)
         parts = [
-            linear(x[rows].to(wide), weight[expert].to(wide), bias[expert].to(wide))
+            F.linear(x[rows].to(wide), weight[expert].to(wide), bias[expert].to(wide))
             for expert, rows in chunk.groups()
         ]
         return _joined(parts).to(x.dtype)
@@ -194,7 +194,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: Chunk) -> Ten
     if (bias is None or x.dtype == torch.float32) and _takes_grouped_mm(x, weight):
         first, last = chunk.present[0], chunk.present[-1] + 1
         ends = torch.bincount(chunk.experts - first, minlength=last - first).cumsum(0)
-        z = grouped_mm(x, weight[first:last].transpose(1, 2), offs=ends.to(torch.int32))
+        z = F.grouped_mm(x, weight[first:last].transpose(1, 2), offs=ends.to(torch.int32))
         return z if bias is None else z.add_(bias[chunk.experts])
     rows_of = x.split(chunk.counts)
     weights = [weight[expert].T for expert in chunk.present]
@@ -266,7 +266,7 @@ def unrounded(problem: Problem, call: Call, h: Tensor, chunk: Chunk) -> Tensor:
     """
     wide = chunk.p.dtype
     parts = [
-        linear(h[rows].to(wide), call.down[expert].to(wide)) for expert, rows in chunk.groups()
+        F.linear(h[rows].to(wide), call.down[expert].to(wide)) for expert, rows in chunk.groups()
     ]
     y = _joined(parts)
     if call.down_bias is not None:

@@ -97,6 +97,14 @@ def test_code_that_is_compiled_already_is_made_dynamic_by_a_setting(tmp_path, dy
     assert "compiled = target\n" in source
 
 
+def test_what_a_decorator_compiles_is_compiled_by_the_script(tmp_path):
+    where = ("reached_programs:decorated", "programs:two_floats", "limit")
+
+    source = script(tmp_path, *where, dynamic=None, compiled=True)
+
+    assert "compiled = torch.compile(target, dynamic=None)\n" in source
+
+
 def test_the_fault_that_is_shown_needs_no_setting_and_no_second_process():
     option = Option("limit", LIMITS)
     found = Audit("a:b", {})

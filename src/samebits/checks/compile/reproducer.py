@@ -118,7 +118,9 @@ def write(job: Job) -> dict[str, Any]:
     paths = [option.path for option in scenario.options]
     processes = _calls(scenario, fault)
     compiled, switches = "target", ""
-    if not job.compiled:
+    # A copy leaves decorators out: what they compile is compiled here.
+    behind_decorator = job.inline and "torch.compile(" not in code.text
+    if behind_decorator or not job.compiled:
         compiled = f"torch.compile(target, dynamic={scenario.dynamic})"
     elif scenario.dynamic:
         # What dynamic=True sets, for functions that are compiled inside the target.

@@ -88,16 +88,14 @@ OUTER_FEW = [
     outer(64, 64, 32, 4, 3, persistent=False),
     outer(64, 256, 32, 4, 2, stored=True, persistent=False),
 ]
-# Steps, stages and pieces fill shared memory.
+# Steps and a tile fill shared memory.
 SPECIALIZED = [
     Specialized(),
-    Specialized(num_stages=8, pieces=2),
+    Specialized(group=16),
     Specialized(block_k=16, num_stages=12),
-    Specialized(block_k=16, num_stages=16, pieces=2),
     Specialized(block_k=64, num_stages=3),
-    Specialized(block_m=256, block_n=128, num_stages=8, pieces=2),
+    Specialized(block_m=256, block_n=128),
     Specialized(block_n=128, num_stages=10),
-    Specialized(num_stages=8, pieces=2, group=16),
 ]
 
 

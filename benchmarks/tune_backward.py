@@ -95,7 +95,7 @@ def short(c):
         tile = f"{c.block_m}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages}"
         if c.specialized is not None:
             s = c.specialized
-            tile = f"{s.block_m}x{s.block_n}x{s.block_k} s{s.num_stages}/{s.pieces}"
+            tile = f"{s.block_m}x{s.block_n}x{s.block_k} s{s.num_stages}"
             return f"specialized {tile} g{s.group} p{s.programs}"
         how = "".join(f" {k}" for k in ("tma", "stored") if getattr(c, k))
         return f"{tile} g{c.group} p{c.programs}{how}"

@@ -14,8 +14,6 @@ class Specialized:
     block_k: int = 32
     # Steps in shared memory.
     num_stages: int = 6
-    # A tile leaves through as many boxes, one after the other: 1 or 2.
-    pieces: int = 1
     # See ``Config``.
     group: int = 8
     programs: int = 132
@@ -54,10 +52,6 @@ class Config:
 UNMEASURED = Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=3, tma=False)
 
 
-# Steps of 32 rows; a tile that leaves in two pieces makes room for two more.
-_FEW_STEPS = Specialized(num_stages=8, pieces=2)
-_STEPS = Specialized()
-
 # bf16 on an H200, Triton 3.6.0, from benchmarks/tune_backward.py. Up to a number of slots per
 # expert, on average.
 TABLE: tuple[tuple[float, Config], ...] = (
@@ -73,28 +67,28 @@ TABLE: tuple[tuple[float, Config], ...] = (
         # Three programs a processor.
         Config(
             block_m=128, block_n=128, block_k=32, num_warps=4, num_stages=2, stored=True,
-            programs=396, specialized=_FEW_STEPS,
+            programs=396, specialized=Specialized(),
         ),
     ),
     (
         640.0,
         Config(
             block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, stored=True,
-            specialized=_STEPS,
+            specialized=Specialized(),
         ),
     ),
     (
         1100.0,
         Config(
             block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3, programs=264,
-            specialized=_STEPS,
+            specialized=Specialized(),
         ),
     ),
     (
         float("inf"),
         Config(
             block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, stored=True,
-            specialized=_STEPS,
+            specialized=Specialized(),
         ),
     ),
 )  # fmt: skip

@@ -132,9 +132,7 @@ def _multiply(
     ROWS: gl.constexpr = b_ring.shape[1]
     HALF: gl.constexpr = BLOCK_M // 2
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    # A tile leaves whole, or in two pieces one after the other, which leaves room for the ring.
-    WIDTH: gl.constexpr = out.shape[3]
-    piece = out.index(WHICH)
+    box = out.index(WHICH)
     step = 0
     for position in range(gl.program_id(0), tiles, gl.num_programs(0)):
         expert, start, end = _span_at(walk, position)
@@ -151,18 +149,12 @@ def _multiply(
             step += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(freed.index((step + STAGES - 1) % STAGES), count=1, pred=end > start)
-        tile = acc.to(dw.dtype)
-        if WIDTH == BLOCK_N:
-            pieces = (tile,)
-        else:
-            pieces = tile.reshape((HALF, 2, WIDTH)).permute((0, 2, 1)).split()
+        # The tile before this one has left.
+        tma.store_wait(0)
+        box.store(acc.to(dw.dtype).reshape((1, HALF, BLOCK_N)))
+        fence_async_shared()
         m, n = _corner_at(walk, position, GROUP, BLOCK_M, BLOCK_N)
-        for i in gl.static_range(BLOCK_N // WIDTH):
-            # What was there before has left.
-            tma.store_wait(0)
-            piece.store(pieces[i].reshape((1, HALF, WIDTH)))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(dw, [expert, m + WHICH * HALF, n + i * WIDTH], piece)
+        tma.async_copy_shared_to_global(dw, [expert, m + WHICH * HALF, n], box)
     tma.store_wait(0)
 
 
@@ -175,13 +167,11 @@ def _specialized_weight_gradient_kernel(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     row_blocks, column_blocks = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
-    walk, tiles = (
-        (order_ptr, offsets_ptr, row_blocks, column_blocks),
-        E * row_blocks * column_blocks,
-    )
+    walk = order_ptr, offsets_ptr, row_blocks, column_blocks
+    tiles = E * row_blocks * column_blocks
     a_ring = gl.allocate_shared_memory(a.dtype, [2 * STAGES, BLOCK_K, BLOCK_M // 2], a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_K, BLOCK_N], b.layout)
-    out = gl.allocate_shared_memory(dw.dtype, [2, 1, BLOCK_M // 2, dw.block_shape[2]], dw.layout)
+    out = gl.allocate_shared_memory(dw.dtype, [2, 1, BLOCK_M // 2, BLOCK_N], dw.layout)
     # The second half: of last steps, which are there once they are cleared.
     loaded = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -236,7 +226,7 @@ def launch_specialized_weight_gradient(
     half = tile.block_m // 2
     left, left_described = row_operand(a, (tile.block_k, half))
     right, right_described = row_operand(b, (tile.block_k, tile.block_n))
-    target, _, stored = weight_operand(dw, (half, tile.block_n // tile.pieces))
+    target, _, stored = weight_operand(dw, (half, tile.block_n))
     if not (left_described and right_described and stored):
         return False
     work = experts * triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)

@@ -19,7 +19,7 @@ from samebits.formats import FormatPair, WeightFormat
 
 PAGE = Path(__file__).parent.parent / "docs" / "backends.md"
 DEVICES = ("cpu", "sm_80", "sm_90", "sm_100")
-PLAIN = Problem(H=64, F=96, E=8, K=2, dtype="bf16")
+PLAIN = Problem(H=64, F=192, E=8, K=2, dtype="bf16")
 BIASED = replace(PLAIN, gate_up_bias="bf16", down_bias="bf16")
 
 HEAD = """\
@@ -60,9 +60,14 @@ ACTIVATION_OPTIONS = {
     "linear offset": Activation(linear_offset=1.0),
     "soft cap of up": Activation(kind="situ", gate_softcap=4.0, up_softcap=25.0),
 }
-FORMATS = ("fp8_128x128", "mxfp8", "mxfp4", "nvfp4")
+FORMATS = ("fp8_128x128", "mxfp8", "mxfp4", "mxfp4_shuffled", "nvfp4")
 # Of activations in 8 bits, by the format of the weights.
-ROW_FORMATS = {"fp8_128x128": "fp8_1x128", "mxfp8": "mxfp8", "mxfp4": "mxfp8"}
+ROW_FORMATS = {
+    "fp8_128x128": "fp8_1x128",
+    "mxfp8": "mxfp8",
+    "mxfp4": "mxfp8",
+    "mxfp4_shuffled": "mxfp8",
+}
 
 
 def _rows(weights: str, rows: str) -> Problem:

@@ -89,6 +89,8 @@ def _quantized() -> dict[str, Problem]:
     for key in ("fp8_128x128", "fp8_16x32/fp8_32x16", "mxfp8", "mxfp4", "nvfp4"):
         name = key.replace("/", "-")
         cases[f"{name}-gpt-oss"] = replace(whole, format=FormatPair.parse(key))
+    shuffled = FormatPair.parse("mxfp4_shuffled")
+    cases["mxfp4_shuffled-gpt-oss"] = replace(whole, H=192, F=64, format=shuffled)
     cases["mxfp4-odd-sizes"] = replace(
         _SMALL, H=63, F=33, E=7, dtype="fp16", format=FormatPair.parse("mxfp4")
     )

@@ -22,6 +22,7 @@ import cubins
 from samebits.activation import Activation
 from samebits.ops._triton.launch import Recordable
 from samebits.ops.indirect_gemm import kernel
+from samebits.ops.indirect_gemm.specialized import kernel as specialized
 from samebits.ops.indirect_gemm.tuning import TABLE, UNMEASURED, Config
 from samebits.ops.permute.tuning import buffer_size, unpack
 from samebits.problem import DTYPES, Problem
@@ -35,6 +36,8 @@ class Case(NamedTuple):
     config: Config
     problem: Problem
     targets: tuple[int, ...] = (90,)
+    # Matrices are stored with their columns neighbours.
+    transposed: bool = False
 
 
 _PLAIN = Problem(H=2880, F=2880, E=32, K=4, dtype="bf16")
@@ -60,7 +63,10 @@ def _cases() -> dict[str, Case]:
     for entry in TABLE:
         for projection, config in zip(("first", "second"), entry[1:], strict=True):
             # Groups and programs are arguments of a launch.
-            found[f"{projection}-{spelled(config)}"] = Case(projection, config, _PLAIN)
+            plain = replace(config, specialized=None)
+            found[f"{projection}-{spelled(config)}"] = Case(projection, plain, _PLAIN)
+            if config.specialized is not None:
+                found |= _specialized(config)
     largest = TABLE[-1].first
     found["first-gpt-oss"] = Case("first", largest, _GPT_OSS)
     found["first-pointers"] = Case("first", replace(largest, tma=False, num_stages=3), _PLAIN)
@@ -71,6 +77,19 @@ def _cases() -> dict[str, Case]:
         found[name] = Case(projection, UNMEASURED, _PLAIN, cubins.TARGETS)
         found[f"{name}-fp32"] = Case(projection, UNMEASURED.for_fp32(), fp32, cubins.TARGETS)
     return found
+
+
+def _specialized(config: Config) -> dict[str, Case]:
+    tile = config.specialized
+    assert tile is not None
+    name = f"specialized-{tile.block_k}-{tile.num_stages}s"
+    # Contractions that are a multiple of a step, and others.
+    case = Case("specialized", config, replace(_PLAIN, F=768))
+    return {
+        name: case,
+        f"{name}-in-out": case._replace(transposed=True),
+        f"{name}-bias-fp16": case._replace(problem=replace(_GPT_OSS, F=720, dtype="fp16")),
+    }
 
 
 CASES = _cases()
@@ -101,9 +120,10 @@ def build(case: Case, sm: int) -> Any:
         )
     )
     name = f"_{case.projection}_projection_kernel"
-    function = getattr(kernel, name)
+    module = specialized if case.projection == "specialized" else kernel
+    function = getattr(module, name)
     collect = function if isinstance(function, _Collect) else _Collect(function)
-    setattr(kernel, name, collect)
+    setattr(module, name, collect)
     problem, config = case.problem, case.config
     tokens = 1000
     slots = tokens * problem.K
@@ -130,9 +150,12 @@ def build(case: Case, sm: int) -> Any:
             None, config, topk=problem.K, gather=True, save=False,
         )  # fmt: skip
     else:
+        down = weights.down
+        if case.transposed:
+            down = made(problem.E, problem.F, problem.H).transpose(1, 2)
         kernel.launch_second_projection(
             made(slots, problem.F), metadata.slots, metadata.tiles,
-            weights.down, weights.down_bias, None, config,
+            down, weights.down_bias, None, config,
         )  # fmt: skip
     return collect.compiled
 

@@ -199,7 +199,7 @@ QUANTIZED_TABLE = {
 }
 _FEW_E4M3 = Entry(5.0, _upcasting(8, 64, 128, 1, 4), _upcasting(8, 32, 256, 2, 3))
 _FEW_E2M1 = Entry(5.0, _upcasting(8, 64, 128, 2, 4), _upcasting(8, 32, 128, 2, 4))
-_FEW_SHUFFLED = Entry(5.0, _upcasting(8, 128, 256, 2, 3), _upcasting(8, 64, 512, 4, 3))
+_FEW_SHUFFLED = Entry(5.0, _upcasting(8, 128, 128, 2, 6), _upcasting(8, 64, 512, 4, 3))
 # Where the first entry's tiles are too few to fill the device.
 QUANTIZED_FEW = {
     "fp8": _FEW_E4M3,

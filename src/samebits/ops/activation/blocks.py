@@ -140,17 +140,29 @@ def walk(
     experts = _row_experts(operands)
     strided = activation.kind in _STRIDED and layout.block(columns) % _VECTOR == 0
     lent = z.dtype == wide_dtype(z.dtype)
+    gates, ups = parts_of(z, activation, layout)
+    # By the number of rows; one for all blocks but the last few.
+    wide: dict[int, tuple[Tensor, tuple[Tensor, Tensor | None]]] = {}
     for span in _spans(live, columns, elements, whole=strided):
-        rows = z[span] if operands.bias is None else _biased(operands, span, experts)
-        if strided and _is_whole(rows.shape[0] * columns):
-            # One copy of whole rows takes less time than two of their parts.
-            rows = rows if lent else buffers.like("rows", rows).copy_(rows)
+        count = span.stop - span.start
+        whole = strided and _is_whole(count * columns)
+        if operands.bias is not None:
+            rows = _biased(operands, span, experts)
             gate, up = parts_of(rows, activation, layout)
-            yield Block(span, gate.shape, gate, up, lent)
         else:
-            gate, up = parts_of(rows, activation, layout)
-            copies = buffers.copy("gate", gate), None if up is None else buffers.copy("up", up)
-            yield Block(span, gate.shape, *copies, lent=False)
+            rows = z[span]
+            gate, up = gates[span], None if ups is None else ups[span]
+        shape = gate.shape
+        if whole and not lent:
+            # One copy of whole rows takes less time than two of their parts.
+            if count not in wide:
+                buffer = buffers.like("rows", rows)
+                wide[count] = buffer, parts_of(buffer, activation, layout)
+            buffer, (gate, up) = wide[count]
+            buffer.copy_(rows)
+        elif not whole:
+            gate, up = buffers.copy("gate", gate), None if up is None else buffers.copy("up", up)
+        yield Block(span, shape, gate, up, whole and lent)
 
 
 def parts_of(z: Tensor, activation: Activation, layout: Layout) -> tuple[Tensor, Tensor | None]:

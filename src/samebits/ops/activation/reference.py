@@ -109,10 +109,13 @@ def forward(operands: Operands, activation: Activation, layout: Layout) -> Tenso
     """
     activation = _with_scalars(activation, operands.scalars)
     z, limit = operands.z, activation.limit
-    h = z.new_empty(z.shape[0], z.shape[1] // activation.columns)
+    columns = z.shape[1] // activation.columns
+    block = layout.block(columns)
+    h = z.new_empty(z.shape[0], columns)
+    outs = h.view(z.shape[0], columns // block, block)
     buffers, probs = Buffers(wide_dtype(z.dtype)), _row_probs(operands)
     for span, shape, gate, up, lent in walk(operands, activation, layout, buffers, BLOCK):
-        out, value = h[span].view(shape), gate
+        out, value = outs[span], gate
         if limit is not None and activation.limit_position == "pre":
             place = buffers.like("bounded", gate) if lent else gate
             value = torch.clamp(gate, max=limit, out=place)

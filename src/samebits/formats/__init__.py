@@ -11,7 +11,8 @@ layout, H of ``down``), K the contraction (H of ``gate_up``, F of ``down``). A f
     nvfp4       (E, N, ⌈K/2⌉) uint8, two E2M1       (E, N, ⌈K/16⌉) float8_e4m3fn       (E,) float32
 
     mxfp4_shuffled is mxfp4 in the order of its kernels (``samebits.formats.shuffled``), where 64
-    divides K: values of the same shape, scales (E, ⌈K/128⌉, N, 4) uint8, zeros where K ends.
+    divides K: values of the same shape, scales (E, ⌈K/128⌉, N, 4) uint8; those of columns past K
+    have no meaning.
 
     E2M1   4 bits: sign, 2 exponent, 1 mantissa; codes 0…7 are 0 0.5 1 1.5 2 3 4 6, codes 8…15 the
            same negative. Column 2j is in the low half of byte j, column 2j + 1 in the high half;

@@ -162,7 +162,7 @@ def boxes_of(h: Tensor, w: Tensor, y: Tensor, config: Specialized) -> tuple[Any,
     """
     rows, described = row_operand(h, (BLOCK_R, config.block_k))
     matrix = matrix_operand(w, (BLOCK_N, config.block_k))
-    halves = h.element_size() == 2 and h.dtype == w.dtype == y.dtype and not h.is_cpu
+    halves = h.element_size() == 2 and h.dtype == w.dtype == y.dtype
     if not (halves and described and matrix.described) or y.shape[1] % 8 or not _KNOWN:
         return None
     box, _ = row_operand(y, (CONSUMER_ROWS, BLOCK_N))

@@ -32,6 +32,9 @@ class Detectors:
     # Whether Python chose its way by a float while one of these graphs was traced.
     branched: bool = False
     _key: str | None = None
+    # Symbols of a trace -> the key of its graph. An entry with a gradient is saved when the
+    # backward is compiled: the next graph may have begun.
+    _key_of: dict[Any, str | None] = field(default_factory=dict)
     _hits: int = 0
     _reused: int = 0
     _graphs: int = 0
@@ -50,7 +53,7 @@ class Detectors:
     def begin(self) -> None:
         """Start a step."""
         self.keys, self.branched = {}, False
-        self._key, self._reused = None, 0
+        self._key, self._key_of, self._reused = None, {}, 0
         self._hits, self._graphs = _hits(), graphs()
 
     def graphs(self) -> int:
@@ -71,15 +74,17 @@ class Detectors:
     def _next(self, key: str | None) -> None:
         """Begin with another graph; it has no key where it takes no float, or is not saved."""
         self._settle()
-        self._key = key
+        environment = _environment()
+        self._key = self._key_of[environment] = key
         if key is not None:
             self.keys.setdefault(key, [])
-            self.branched |= _branches()
+            self.branched |= _branches(environment)
 
-    def _forgets(self, guard: str) -> None:
-        """Note a guard that the entry of the latest graph forgets."""
-        if self._key is not None and guard not in self.keys[self._key]:
-            self.keys[self._key].append(guard)
+    def _forgets(self, environment: Any, guard: str) -> None:
+        """Note a guard that the entry of the graph with these symbols forgets."""
+        key = self._key_of.get(environment, self._key)
+        if key is not None and guard not in self.keys[key]:
+            self.keys[key].append(guard)
 
 
 def graphs() -> int:
@@ -126,17 +131,21 @@ def _hook_guards(detectors: Detectors) -> bool:
         ids = {id(guard) for guard in kept}
         for guard in self.guards:
             if id(guard) not in ids and _of_float(guard.expr) and _is_value(guard.expr):
-                detectors._forgets(_readable(self, guard.expr))
+                detectors._forgets(self, _readable(self, guard.expr))
         return kept
 
     ShapeEnv.get_pruned_guards = get_pruned_guards  # type: ignore[method-assign]
     return True
 
 
-def _branches() -> bool:
-    """Return whether Python has chosen its way by a float in the function that is compiled now."""
+def _environment() -> Any:
+    """Return the symbols and guards of the trace that is compiled now."""
     context = torch._guards.TracingContext.try_get()
-    environment = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    return getattr(getattr(context, "fake_mode", None), "shape_env", None)
+
+
+def _branches(environment: Any) -> bool:
+    """Return whether Python has chosen its way by a float in a trace."""
     guards = [guard.expr for guard in getattr(environment, "guards", ())]
     return any(_of_float(guard) and not _is_value(guard) for guard in guards)
 

@@ -48,8 +48,8 @@ def test_what_is_refused(two_ranks: Processes) -> None:
         == [
             [
                 "transport 'window' exchanges counts: it takes no capacity",
-                "transport 'window' writes to GPUs of one host, not to cpu\n"
-                "hint: transport='torch'",
+                "transport 'window' writes to GPUs of one host, not to cpu"
+                + "\nhint: transport='torch'",
             ]
         ]
         * 2

@@ -43,14 +43,6 @@ def test_more_ranks_and_some_without_tokens_or_experts(four_ranks: Processes) ->
 
 
 def test_what_is_refused(two_ranks: Processes) -> None:
-    assert (
-        two_ranks.run(refused)
-        == [
-            [
-                "transport 'window' exchanges counts: it takes no capacity",
-                "transport 'window' writes to GPUs of one host, not to cpu"
-                + "\nhint: transport='torch'",
-            ]
-        ]
-        * 2
-    )
+    capacity = "transport 'window' exchanges counts: it takes no capacity"
+    device = "transport 'window' writes to GPUs of one host, not to cpu\nhint: transport='torch'"
+    assert two_ranks.run(refused) == [[capacity, device]] * 2

@@ -55,7 +55,7 @@ def _cases() -> dict[str, Case]:
     situ = Activation(kind="situ", gate_softcap=4.0, up_softcap=5.0)
     found["hidden-situ"] = Case("hidden", largest, activation=situ)
     for _, config in projection_tuning.INPUT_GRADIENT_TABLE:
-        found[f"input-{spelled(config)}"] = Case("input", replace(config, specialized=None))
+        found[f"input-{spelled(config)}"] = Case("input", config)
     for _, config in weight_tuning.TABLE:
         tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
         plain = replace(config, specialized=None)

@@ -22,7 +22,6 @@ import cubins
 from samebits.activation import Activation
 from samebits.ops._triton.launch import Recordable
 from samebits.ops.indirect_gemm import kernel
-from samebits.ops.indirect_gemm.specialized import kernel as specialized
 from samebits.ops.indirect_gemm.tuning import TABLE, UNMEASURED, Config
 from samebits.ops.permute.tuning import buffer_size, unpack
 from samebits.problem import DTYPES, Problem
@@ -36,8 +35,6 @@ class Case(NamedTuple):
     config: Config
     problem: Problem
     targets: tuple[int, ...] = (90,)
-    # Matrices are stored with their columns neighbours.
-    transposed: bool = False
 
 
 _PLAIN = Problem(H=2880, F=2880, E=32, K=4, dtype="bf16")
@@ -63,10 +60,7 @@ def _cases() -> dict[str, Case]:
     for entry in TABLE:
         for projection, config in zip(("first", "second"), entry[1:], strict=True):
             # Groups and programs are arguments of a launch.
-            plain = replace(config, specialized=None)
-            found[f"{projection}-{spelled(config)}"] = Case(projection, plain, _PLAIN)
-            if config.specialized is not None:
-                found |= _specialized(config)
+            found[f"{projection}-{spelled(config)}"] = Case(projection, config, _PLAIN)
     largest = TABLE[-1].first
     found["first-gpt-oss"] = Case("first", largest, _GPT_OSS)
     found["first-pointers"] = Case("first", replace(largest, tma=False, num_stages=3), _PLAIN)
@@ -77,19 +71,6 @@ def _cases() -> dict[str, Case]:
         found[name] = Case(projection, UNMEASURED, _PLAIN, cubins.TARGETS)
         found[f"{name}-fp32"] = Case(projection, UNMEASURED.for_fp32(), fp32, cubins.TARGETS)
     return found
-
-
-def _specialized(config: Config) -> dict[str, Case]:
-    tile = config.specialized
-    assert tile is not None
-    name = f"specialized-{tile.block_k}-{tile.num_stages}s"
-    # Contractions that are a multiple of a step, and others.
-    case = Case("specialized", config, replace(_PLAIN, F=768))
-    return {
-        name: case,
-        f"{name}-in-out": case._replace(transposed=True),
-        f"{name}-bias-fp16": case._replace(problem=replace(_GPT_OSS, F=720, dtype="fp16")),
-    }
 
 
 CASES = _cases()
@@ -120,10 +101,9 @@ def build(case: Case, sm: int) -> Any:
         )
     )
     name = f"_{case.projection}_projection_kernel"
-    module = specialized if case.projection == "specialized" else kernel
-    function = getattr(module, name)
+    function = getattr(kernel, name)
     collect = function if isinstance(function, _Collect) else _Collect(function)
-    setattr(module, name, collect)
+    setattr(kernel, name, collect)
     problem, config = case.problem, case.config
     tokens = 1000
     slots = tokens * problem.K
@@ -150,12 +130,9 @@ def build(case: Case, sm: int) -> Any:
             None, config, topk=problem.K, gather=True, save=False,
         )  # fmt: skip
     else:
-        down = weights.down
-        if case.transposed:
-            down = made(problem.E, problem.F, problem.H).transpose(1, 2)
         kernel.launch_second_projection(
             made(slots, problem.F), metadata.slots, metadata.tiles,
-            down, weights.down_bias, None, config,
+            weights.down, weights.down_bias, None, config,
         )  # fmt: skip
     return collect.compiled
 

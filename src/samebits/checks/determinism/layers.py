@@ -34,7 +34,6 @@ SLOT = "ops/slot_gemm/kernel.py:"
 WEIGHT = "ops/weight_gradient/kernel.py:"
 SPECIALIZED_WEIGHT = "ops/weight_gradient/specialized/kernel.py:_specialized_weight_gradient_kernel"
 FIRST, SECOND = f"{INDIRECT}_first_projection_kernel", f"{INDIRECT}_second_projection_kernel"
-SPECIALIZED_SECOND = "ops/indirect_gemm/specialized/kernel.py:_specialized_projection_kernel"
 
 _QWEN = Problem(H=2048, F=768, E=128, K=8, dtype="bf16", device="sm_90")
 FEW = replace(_QWEN, E=32)
@@ -80,6 +79,7 @@ def layers() -> Iterator[Variant]:
                 yield from _unlike(grouped(family, problem, point) for point in _POINTS[::2])
             if dtype != "fp32":
                 yield single_slots(family, problem)
+    yield from (_sorted_rows(backend, 2048) for backend in ("fused", "grouped"))
     yield forward("norm", replace(FEW, norm_eps=1e-5), _POINTS[0])
     yield _suspect()
 
@@ -145,49 +145,28 @@ def tile_of(family: str, problem: Problem, config: Any) -> dict[str, Any]:
     if "stored" in tile:
         # Descriptors store numbers of two bytes, in rows whose strides they can say.
         tile["stored"] &= problem.dtype != "fp32" and family != "odd"
-    if family == "odd" or (family == "main_grad" and "block_m" in tile):
+    if "specialized" in tile and family in ("odd", "main_grad"):
         tile["specialized"] = None
     return tile
 
 
-def second_tiles(
-    family: str, problem: Problem, configs: Sequence[tuple[Any, int]]
-) -> dict[str, Any]:
-    """Return by kernel the tiles of second projections, of tiles and contractions."""
-    found: dict[str, list[Any]] = {}
-    for config, contraction in configs:
-        tile = tile_of(family, problem, config)
-        specialized = tile.pop("specialized")
-        if specialized is None or contraction > specialized.pop("most"):
-            found.setdefault(SECOND, []).append(tile)
-        else:
-            found.setdefault(SPECIALIZED_SECOND, []).append(specialized)
-    return {kernel: tiles if len(tiles) > 1 else tiles[0] for kernel, tiles in found.items()}
-
-
-def _projections(
-    family: str, problem: Problem, tokens: int, *others: tuple[Any, int]
-) -> tuple[list[str], dict[str, Any]]:
-    """Return the kernels of both projections and of ``others`` like the second, and their tiles."""
+def _projections(family: str, problem: Problem, tokens: int) -> dict[str, Any]:
     first, second = indirect_tuning.heuristic(tokens * problem.K, problem.E, problem.device)
-    seconds = [(second, problem.F)]
-    if problem.norm_eps is not None:
-        # Its output is in fp32; a backward needs it again.
-        seconds = [(replace(second, specialized=None), problem.F)] * (2 if problem.grad else 1)
-    found = second_tiles(family, problem, [*seconds, *others])
-    tiles = {name_of(kernel): tile for kernel, tile in found.items()}
-    return [FIRST, *found], {"_first_projection_kernel": tile_of(family, problem, first)} | tiles
+    return {
+        "_first_projection_kernel": tile_of(family, problem, first),
+        "_second_projection_kernel": tile_of(family, problem, second),
+    }
 
 
 def forward(family: str, problem: Problem, per_expert: float) -> Variant:
     """Return the forward of the fused backend, for so many rows per expert."""
     tokens = int(per_expert * problem.experts / problem.K)
-    projections, tiles = _projections(family, problem, tokens)
-    kernels = [*projections, f"{PERMUTE}_sum_kernel"]
+    kernels = [FIRST, SECOND, f"{PERMUTE}_sum_kernel"]
     if problem.placement == ProbPlacement.FC1_INPUT:
         kernels.append(f"{PERMUTE}_gather_kernel")
     if problem.norm_eps is not None:
         kernels.append(f"{NORM}_row_norm_kernel")
+    tiles = _projections(family, problem, tokens)
     return layer_variant("fused", family, problem, tokens, kernels, tiles)
 
 
@@ -209,7 +188,7 @@ def single_slots(family: str, problem: Problem) -> Variant:
     )
 
 
-def weight_tile(family: str, problem: Problem, rows: int) -> tuple[str, dict[str, Any]]:
+def _weight_tile(family: str, problem: Problem, rows: int) -> tuple[str, dict[str, Any]]:
     """Return the kernel of weight gradients for so many rows, and its tile."""
     config = weight_tuning.heuristic(rows, problem.E, problem.device)
     tile = tile_of(family, problem, config)
@@ -219,8 +198,7 @@ def weight_tile(family: str, problem: Problem, rows: int) -> tuple[str, dict[str
     return SPECIALIZED_WEIGHT, specialized
 
 
-def name_of(kernel: str) -> str:
-    """Return the function's name of "file.py:function"."""
+def _name_of(kernel: str) -> str:
     return kernel.rpartition(":")[2]
 
 
@@ -229,15 +207,13 @@ def backward(family: str, problem: Problem, per_expert: float) -> Variant:
     problem = replace(problem, grad=True, E=min(problem.E, 32))
     tokens = int(per_expert * problem.experts / problem.K)
     rows = tokens * problem.K
-    outer, weight = weight_tile(family, problem, rows)
-    dx = indirect_tuning.input_gradient_heuristic(rows, problem.E, problem.device)
-    width = problem.activation.columns * problem.F
-    projections, tiles = _projections(family, problem, tokens, (dx, width))
+    outer, weight = _weight_tile(family, problem, rows)
     kernels = [
         f"{HIDDEN}_hidden_gradient_kernel",
         outer,
         f"{WEIGHT}_order_kernel",
-        *projections,
+        FIRST,
+        SECOND,
         *(f"{PERMUTE}{name}" for name in ("_sum_kernel", "_gather_kernel", "_tiles_kernel")),
     ]
     if problem.norm_eps is not None:
@@ -251,9 +227,15 @@ def backward(family: str, problem: Problem, per_expert: float) -> Variant:
     if problem.gate_up_bias is not None:
         kernels += [f"{WEIGHT}_chunk_sums_kernel", f"{WEIGHT}_sum_chunks_kernel"]
     hidden = hidden_tuning.heuristic(rows, problem.E, problem.device)
+    dx = indirect_tuning.input_gradient_heuristic(rows, problem.E, problem.device)
+    tiles = _projections(family, problem, tokens)
+    # Once for y, which a norm needs again, and once for the gradient of the input.
+    again = [tiles["_second_projection_kernel"]] * (1 if problem.norm_eps is None else 2)
+    both = [*again, tile_of(family, problem, dx)]
     tiles |= {
+        "_second_projection_kernel": both,
         "_hidden_gradient_kernel": tile_of(family, problem, hidden),
-        name_of(outer): weight,
+        _name_of(outer): weight,
     }
     return layer_variant("fused", family, problem, tokens, kernels, tiles)
 
@@ -270,11 +252,30 @@ def grouped(family: str, problem: Problem, per_expert: float) -> Variant:
     tiles = {"_activation_forward_kernel": forward_tile(rows, problem.F, size)}
     by_torch = problem.dtype == "bf16" and problem.gate_up_bias is None
     if not (by_torch and grouped_tuning.prefers_torch(rows, problem.E)):
+        kernels.insert(0, SECOND)
         config = grouped_tuning.config_of(rows, problem.E, problem.device, problem.dtype)
-        ((kernel, tile),) = second_tiles(family, problem, [(config, problem.F)]).items()
-        kernels.insert(0, kernel)
-        tiles[name_of(kernel)] = tile
+        tiles["_second_projection_kernel"] = asdict(config)
     return layer_variant("grouped", family, problem, tokens, kernels, tiles)
+
+
+def _sorted_rows(backend: str, rows: int) -> Variant:
+    """Return rows that their caller sorted, with gradients."""
+    problem = replace(FEW, K=1, grad=True)
+    outer, tile = _weight_tile("sorted rows", problem, rows)
+    kernels = [
+        "ops/sorted_rows/kernel.py:_sorted_rows_kernel",
+        *([FIRST] if backend == "fused" else [f"{ACTIVATION}_activation_forward_kernel"]),
+        SECOND,
+        *(f"{HIDDEN}{name}" for name in ("_hidden_gradient_kernel", "_probs_gradient_kernel")),
+        *(outer, f"{WEIGHT}_order_kernel"),
+        *(f"{PERMUTE}{name}" for name in ("_sum_kernel", "_tiles_kernel")),
+    ]
+    return Variant(
+        name=f"{backend} sorted rows R={rows}",
+        kernels=kernels,
+        config={"problem": str(problem), "rows": rows, _name_of(outer): tile},
+        prepare=partial(calls.sorted_rows, problem, rows, backend),
+    )
 
 
 def _suspect() -> Variant:

@@ -15,15 +15,12 @@ from samebits.checks.determinism.layers import (
     FIRST,
     HIDDEN,
     SECOND,
-    WEIGHT,
     WHOLE,
     backward,
     forward,
     layer_variant,
-    name_of,
     single_slots,
     tile_of,
-    weight_tile,
 )
 from samebits.checks.determinism.operations import (
     ACTIVATION,
@@ -87,7 +84,6 @@ def options() -> Iterator[Variant]:
     yield forward("fp32-out", replace(FEW, out_dtype="fp32"), 10.0)
     for topk in (2, 16):
         yield single_slots(f"K={topk}", replace(FEW, K=topk))
-    yield from (_sorted_rows(backend, 2048) for backend in ("fused", "grouped"))
 
 
 def _quantized(backend: str, held: str, problem: Problem, tokens: int) -> Variant:
@@ -142,23 +138,3 @@ def _added(variant: Variant, problem: Problem, tokens: int) -> Variant:
     tile = {**variant.config[name], "stored": False, "accumulate": True}
     call = partial(calls.layer, replace(problem, grad=True), tokens, "fused", main_grad=True)
     return replace(variant, config={**variant.config, name: tile}, prepare=call)
-
-
-def _sorted_rows(backend: str, rows: int) -> Variant:
-    """Return rows that their caller sorted, with gradients."""
-    problem = replace(FEW, K=1, grad=True)
-    outer, tile = weight_tile("sorted rows", problem, rows)
-    kernels = [
-        "ops/sorted_rows/kernel.py:_sorted_rows_kernel",
-        *([FIRST] if backend == "fused" else [f"{ACTIVATION}_activation_forward_kernel"]),
-        SECOND,
-        *(f"{HIDDEN}{name}" for name in ("_hidden_gradient_kernel", "_probs_gradient_kernel")),
-        *(outer, f"{WEIGHT}_order_kernel"),
-        *(f"{PERMUTE}{name}" for name in ("_sum_kernel", "_tiles_kernel")),
-    ]
-    return Variant(
-        name=f"{backend} sorted rows R={rows}",
-        kernels=kernels,
-        config={"problem": str(problem), "rows": rows, name_of(outer): tile},
-        prepare=partial(calls.sorted_rows, problem, rows, backend),
-    )

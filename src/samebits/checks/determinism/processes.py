@@ -5,6 +5,7 @@ new one.
 """
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,8 +23,10 @@ _WORKER = "samebits.checks.determinism.worker"
 _SOURCE = str(Path(__file__).resolve().parents[3])
 # Processes up to which an error is followed by a new one; what comes after is replayed in the last.
 _RENEWED = 8
-# Seconds in which a variant has to be replayed.
-_PATIENCE = 240.0
+# Seconds in which a variant has to be replayed, or its call to be made.
+_PATIENCE = 120.0
+# Seconds after the end in which calls that are being made have to return.
+_GRACE = 30.0
 _PAUSE = 0.05
 
 
@@ -50,15 +53,15 @@ def digests(
                 begun.append((share, out, all_.start(registry, job, out)))
             shares = []
             for share, out, worker in begun:
-                code = worker.wait()
+                code = _ended(worker, out, end)
                 # What follows the last end of a line was cut.
                 found = [json.loads(line) for line in out.read_text().split("\n")[:-1]]
                 got.update(zip(share, found, strict=False))
                 if code and share[len(found) :]:
                     name, *rest = share[len(found) :]
                     print(f"{name}: another process ended with {code}", file=sys.stderr)
-                    # A process that said nothing may have a fault of its own.
-                    shares += [rest] if rest and found else []
+                    # A process that said nothing may have a fault of its own, if nobody ended it.
+                    shares += [rest] if rest and (found or code == -signal.SIGKILL) else []
     return got
 
 
@@ -93,6 +96,16 @@ def replays(registry: Registry, names: Sequence[str], count: int, end: float) ->
                 for _ in names[:lost]:
                     yield Record.of_none(f"its process ended with {code}")
                 names, silent = names[lost:], not done
+
+
+def _ended(worker: "subprocess.Popen[bytes]", out: Path, end: float) -> int:
+    """Return the exit code of a process that writes to ``out``; end one that has stopped."""
+    while (code := worker.poll()) is None:
+        silent = time.time() - out.stat().st_mtime
+        if silent > _PATIENCE or time.monotonic() > end + _GRACE:
+            worker.kill()
+        time.sleep(_PAUSE)
+    return code
 
 
 def _said(worker: "subprocess.Popen[bytes]", out: Path) -> Iterator[Any]:

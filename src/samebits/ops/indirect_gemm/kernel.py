@@ -362,15 +362,6 @@ def launch_second_projection(
     y = h.new_empty(rows, columns, dtype=dtype or h.dtype)
     if rows == 0:
         return y
-    tile = config.specialized if config.tma and isinstance(w, Tensor) else None
-    if tile is not None and contraction <= tile.most:
-        # Imported here: Gluon is for sm_90 alone.
-        from samebits.ops.indirect_gemm.specialized.kernel import boxes_of, launch_specialized
-
-        boxes = boxes_of(h, w, y, tile)
-        if boxes is not None:
-            launch_specialized(boxes, y, bias, probs, slots, tiles, tile)
-            return y
     if isinstance(w, QuantizedMatrix):
         box = (config.block_n, config.block_k)
         matrix = quantized_operand(w, box, config.num_warps if config.swap else 0)

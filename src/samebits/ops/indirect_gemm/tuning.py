@@ -8,21 +8,6 @@ from samebits.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Specialized:
-    """How the kernel with a producer is fed (``specialized``); its tile is 128 × 256."""
-
-    # The longest contraction for which it is the faster kernel.
-    most: int
-    # Contraction per step.
-    block_k: int = 64
-    # Steps in shared memory.
-    num_stages: int = 3
-    # See ``Config``.
-    group: int = 8
-    programs: int = 132
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Tile of one program and how it is fed."""
 
@@ -44,8 +29,6 @@ class Config:
     programs: int = 132
     # Tiles of at most so many rows are computed with that many, not with block_r; 0: none are.
     short: int = 0
-    # Of second projections, instead of this tile where descriptors allow it.
-    specialized: Specialized | None = None
 
     def for_fp32(self) -> Self:
         """Return a tile that fp32 operands fit: IEEE products have no matrix unit."""
@@ -57,7 +40,6 @@ class Config:
             num_stages=2,
             num_warps=4,
             short=0,
-            specialized=None,
         )
 
 
@@ -70,7 +52,6 @@ def _rows(
     group: int = 8,
     short: int = 0,
     persistent: bool = True,
-    specialized: Specialized | None = None,
 ) -> Config:
     """Rows as the first operand: for arithmetic-bound sizes.
 
@@ -86,7 +67,6 @@ def _rows(
         group=group,
         programs=programs if persistent else 1 << 20,
         short=short,
-        specialized=specialized,
     )
 
 
@@ -123,9 +103,6 @@ class Entry(NamedTuple):
     second: Config
 
 
-# Longer contractions were slower (docs/projections.md).
-_SHORT, _LONGER = Specialized(most=2048), Specialized(most=4096)
-
 # bf16 on an H200, Triton 3.6.0, from benchmarks/tune_indirect_gemm.py; both projections of an entry
 # have one block_r, that of the tile table. Every entry is proven to have the bits of the others
 # (tests/backends/test_fused.py).
@@ -138,14 +115,9 @@ TABLE: tuple[Entry, ...] = (
     Entry(
         400.0,
         _rows(128, 256, 8, 4, short=64, persistent=False),
-        _rows(128, 256, 8, 4, short=64, persistent=False, specialized=_SHORT),
+        _rows(128, 256, 8, 4, short=64, persistent=False),
     ),
-    Entry(1000.0, _rows(128, 256, 8, 3, group=16), _rows(128, 256, 8, 3, specialized=_SHORT)),
-    Entry(
-        float("inf"),
-        _rows(128, 256, 8, 3, group=16),
-        _rows(128, 256, 8, 3, specialized=_LONGER),
-    ),
+    Entry(float("inf"), _rows(128, 256, 8, 3, group=16), _rows(128, 256, 8, 3)),
 )
 
 # The same for the gradient of the input, a product with the transposed first matrix; from
@@ -155,9 +127,8 @@ INPUT_GRADIENT_TABLE: tuple[tuple[float, Config], ...] = (
     (48.0, _streamed(64, 128, 64, 4, 3, swap=False)),
     (100.0, _rows(128, 256, 8, 3)),
     (200.0, _rows(128, 256, 8, 3, short=32)),
-    (400.0, _rows(128, 256, 8, 3, group=16, short=32, specialized=_SHORT)),
-    (1000.0, _rows(128, 256, 8, 3, group=16, specialized=_SHORT)),
-    (float("inf"), _rows(128, 256, 8, 3, group=16, specialized=_LONGER)),
+    (400.0, _rows(128, 256, 8, 3, group=16, short=32)),
+    (float("inf"), _rows(128, 256, 8, 3, group=16)),
 )
 
 # Where nothing has shown that two tiles share their bits there is one, whatever the size: it fits

@@ -1,8 +1,10 @@
 """Replays without a GPU: bytes are compared, faults seen, launches are those that are listed."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from samebits import env
+from samebits.checks.determinism import processes
 from samebits.checks.determinism.command import OURS
 from samebits.checks.determinism.launches import mismatch
 from samebits.checks.determinism.memory import digest, filled, first_difference, same
@@ -159,6 +162,17 @@ def _run(folder: Path, *words: str, out: str = "evidence/cpu.json", tree: str = 
 
 def _variants(folder: Path) -> dict:
     return json.loads((folder / "evidence" / "cpu.json").read_text())["variants"]
+
+
+@pytest.mark.parametrize(("patience", "rest"), [(0.2, 60.0), (60.0, -60.0)])
+def test_a_process_that_has_stopped_is_ended(tmp_path, monkeypatch, patience, rest):
+    # As a kernel that never ends stops it: silent for long, or at work long after the time is over.
+    monkeypatch.setattr(processes, "_PATIENCE", patience)
+    out = tmp_path / "out"
+    out.touch()
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+    assert processes._ended(worker, out, time.monotonic() + rest) == -signal.SIGKILL
 
 
 def test_a_whole_run_with_other_processes(folder, capsys):

@@ -25,7 +25,7 @@ from samebits.ops.permute.tuning import buffer_size, unpack
 from samebits.ops.quantize import kernel as quantize
 from samebits.ops.scaled_gemm import kernel as product
 from samebits.ops.scaled_gemm.specialized import kernel as specialized
-from samebits.ops.scaled_gemm.tuning import TABLE, UNMEASURED, Config
+from samebits.ops.scaled_gemm.tuning import CANDIDATES, TABLE, UNMEASURED, Config
 from samebits.weights import Layout
 
 EXPERTS, TOPK, HIDDEN, COLUMNS, TOKENS = 32, 4, 2880, 2880, 64
@@ -55,7 +55,7 @@ def _cases() -> dict[str, Case]:
         found[f"{op}-fp8"] = Case(op, {"row_format": ROWS_FP8})
         found[f"{op}-mxfp8-tiles"] = Case(op, {"row_format": MXFP8, "swizzle": True})
         found[f"{op}-mxfp8-numbers"] = Case(op, {"row_format": MXFP8, "numbers": True})
-    for _, config in TABLE:
+    for config in (*(config for _, config in TABLE), CANDIDATES[-1]):
         found[_named(config)] = Case("product", config, (90,))
     found[_named(UNMEASURED)] = Case("product", UNMEASURED, _OTHERS)
     # Rows at multiples of no 16 bytes: read byte by byte.

@@ -42,7 +42,13 @@ def test_more_ranks_and_some_without_tokens_or_experts(four_ranks: Processes) ->
     assert [line for lines in four_ranks.run(through_windows, cases) for line in lines] == []
 
 
+def test_a_first_call_in_which_nobody_sends_a_row(two_ranks: Processes) -> None:
+    case = Case(tokens=(3, 2), bounds=(0, 2, 4), ids=-1, transport="window")
+
+    assert [line for lines in two_ranks.run(through_windows, [case]) for line in lines] == []
+
+
 def test_what_is_refused(two_ranks: Processes) -> None:
     capacity = "transport 'window' exchanges counts: it takes no capacity"
     device = "transport 'window' writes to GPUs of one host, not to cpu\nhint: transport='torch'"
-    assert two_ranks.run(refused) == [[capacity, device]] * 2
+    assert two_ranks.run(refused) == [[capacity, capacity, device, device]] * 2

@@ -48,17 +48,25 @@ def through_windows(cases: list[Case]) -> list[str]:
 
 
 def refused() -> list[str]:
-    """Return the errors of windows with a capacity, and on a CPU."""
+    """Return the errors of windows with a capacity, and twice on a CPU."""
     group, size = dist.group.WORLD, dist.get_world_size()
     assert group is not None
     module = Experts(num_experts=4, hidden_size=8, intermediate_size=8)
     parallelize_module(module, init_device_mesh("cpu", (size,)), ExpertParallel(transport="window"))
     ids, probs = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+
+    def call() -> Tensor:
+        out: Tensor = module(torch.zeros(2, 8), Routing(ids, probs))
+        return out
+
+    def with_capacity() -> Ranks:
+        return Ranks.of(group, 4, capacity=Capacity(2, "cpu"), transport="window")
+
+    def style_with_capacity() -> ExpertParallel:
+        return ExpertParallel(capacity=Capacity(2, "cpu"), transport="window")
+
     messages = []
-    for attempt in (
-        lambda: Ranks.of(group, 4, capacity=Capacity(2, "cpu"), transport="window"),
-        lambda: module(torch.zeros(2, 8), Routing(ids, probs)),
-    ):
+    for attempt in (with_capacity, style_with_capacity, call, call):
         try:
             attempt()
         except NotImplementedError as error:

@@ -94,6 +94,15 @@ class Capacity:
         return f"Capacity(rows={self.rows})"
 
 
+def require_transport(transport: str, capacity: Capacity | None) -> None:
+    """Raise unless ``transport`` moves rows, with this capacity."""
+    require_name("transport", transport, ("torch", "window", "deep_ep"))
+    if transport == "deep_ep":
+        raise UnsupportedError(_DEEP_EP)
+    if transport == "window" and capacity is not None:
+        raise UnsupportedError("transport 'window' exchanges counts: it takes no capacity")
+
+
 @dataclass(frozen=True, eq=False)
 class Ranks:
     """The ranks among which experts are spread: contiguous ranges, in rank order.
@@ -125,11 +134,7 @@ class Ranks:
         require_type("bounds", self.bounds, tuple)
         if self.capacity is not None:
             require_type("capacity", self.capacity, Capacity)
-        require_name("transport", self.transport, ("torch", "window", "deep_ep"))
-        if self.transport == "deep_ep":
-            raise UnsupportedError(_DEEP_EP)
-        if self.transport == "window" and self.capacity is not None:
-            raise UnsupportedError("transport 'window' exchanges counts: it takes no capacity")
+        require_transport(self.transport, self.capacity)
         object.__setattr__(self, "rank", dist.get_rank(self.group))
         object.__setattr__(self, "size", dist.get_world_size(self.group))
         for bound in self.bounds:
@@ -180,7 +185,7 @@ class Ranks:
             device: Where the group communicates.
 
         Raises:
-            ValueError: Another rank has other bounds, or another capacity.
+            ValueError: Another rank has other bounds, another capacity, or another transport.
         """
         mine = f"Ranks(bounds={self.bounds}, capacity={self.capacity})"
         if self.transport != "torch":

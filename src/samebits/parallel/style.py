@@ -21,7 +21,7 @@ from samebits.parallel.modules import (
     ParallelQuantizedExperts,
     SpreadModule,
 )
-from samebits.parallel.ranks import Capacity, Ranks, require_alike
+from samebits.parallel.ranks import Capacity, Ranks, require_alike, require_transport
 
 # How a module that is spread over ranks is called.
 _SPREAD: dict[type[nn.Module], type[SpreadModule]] = {
@@ -45,6 +45,7 @@ class ExpertParallel(ParallelStyle):
         super().__init__()
         if capacity is not None:
             require_type("capacity", capacity, Capacity)
+        require_transport(transport, capacity)
         self.capacity, self.transport = capacity, transport
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

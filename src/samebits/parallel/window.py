@@ -6,7 +6,7 @@ comes back is to be read before the next exchange of the group, or copied.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +81,8 @@ class Window:
         Determinism: exact copies.
         """
         rows = rows.contiguous()
-        self._grow(room_for(most) * rows.shape[1] * rows.element_size())
+        # For one row at least, where nobody sends any.
+        self._grow(room_for(max(most, 1)) * rows.shape[1] * rows.element_size())
         assert self._memory is not None
         if (rows.dtype, rows.shape[1]) not in self._rows:
             views = [_rows_of(memory, rows) for memory in self._memory.of_rank]
@@ -110,13 +111,14 @@ class Window:
 
     def _grow(self, size: int) -> None:
         if size > self._bytes:
-            # A quarter more: each time all ranks wait for one another.
-            self._bytes = size + size // 4
             if self._memory is not None and self._device.type == "cuda":
                 # Nobody writes to it any more, once what was read of it has been.
                 torch.cuda.synchronize(self._device)
-            self._rows, self._memory = {}, None
-            self._memory = open_memory(self._group, self._device, self._bytes)
+            self._rows, self._memory, self._bytes = {}, None, 0
+            # A quarter more: each time all ranks wait for one another.
+            room = size + size // 4
+            self._memory = open_memory(self._group, self._device, room)
+            self._bytes = room
 
 
 def _rows_of(memory: Tensor, rows: Tensor) -> Tensor:
@@ -126,7 +128,8 @@ def _rows_of(memory: Tensor, rows: Tensor) -> Tensor:
     return memory[: count * width].view(rows.dtype).view(count, rows.shape[1])
 
 
-@lru_cache(maxsize=16)
+# None is forgotten: ranks that forgot different ones would wait for one another to open it again.
+@cache
 def window_of(group: dist.ProcessGroup, device: torch.device) -> Window:
     """Return the one window of a group, which all its layers use in turn.
 

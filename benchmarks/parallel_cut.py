@@ -26,11 +26,11 @@ from tensor_module_programs import Cut, cut_bits
 BF16 = torch.bfloat16
 INTERLEAVED = Layout(interleave=1, up_first=True)
 CASES = (
-    Cut((1, 2), ProbPlacement.FC1_INPUT, BF16, device="cuda"),
-    Cut((1, 2), ProbPlacement.FC2_INPUT, layout=INTERLEAVED, recompute=True, device="cuda"),
-    Cut((1, 2), dtype=BF16, orientation="in_out", device="cuda"),
-    Cut((2, 1), ProbPlacement.FC2_OUTPUT, BF16, device="cuda"),
-    Cut((2, 1), ProbPlacement.FC1_INPUT, capacity=10, device="cuda"),
+    Cut((1, 2), ProbPlacement.FC1_INPUT, BF16),
+    Cut((1, 2), ProbPlacement.FC2_INPUT, layout=INTERLEAVED, recompute=True),
+    Cut((1, 2), dtype=BF16, orientation="in_out"),
+    Cut((2, 1), ProbPlacement.FC2_OUTPUT, BF16),
+    Cut((2, 1), ProbPlacement.FC1_INPUT, capacity=10),
     "compiled",
 )
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from samebits.ops.weight_gradient import kernel
 from samebits.ops.weight_gradient.kernel import (
     launch_bias_gradient,
     launch_order,
@@ -142,3 +143,16 @@ def test_specialised_warps_are_asked_only_for_what_descriptors_can_say() -> None
         assert not launch_specialized_weight_gradient(
             left, right, OFFSETS, order, place, Specialized()
         )
+
+
+def test_without_a_gluon_that_is_known_the_other_kernel_is_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a, b, order = _rows(40, 0).half(), _rows(72, 1).half(), launch_order(OFFSETS)
+    expected = launch_weight_gradient(a, b, OFFSETS, order, torch.empty(4, 40, 72).half(), TILE)
+    monkeypatch.setattr(kernel, "_GLUON_KNOWN", False)
+
+    config = replace(TILE, specialized=Specialized())
+    dw = launch_weight_gradient(a, b, OFFSETS, order, torch.empty(4, 40, 72).half(), config)
+
+    assert_bitwise_equal(dw, expected)

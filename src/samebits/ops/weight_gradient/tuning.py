@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specialized:
-    """Tile of one program of ``specialized.py``, and the ring that feeds it."""
+    """Tile of one program of ``specialized.kernel``, and the ring that feeds it."""
 
     # Tile of the gradient; two warpgroups have half of its rows each.
     block_m: int = 128
@@ -38,7 +38,8 @@ class Config:
     stored: bool = False
     # Programs of a persistent grid, at most.
     programs: int = 132
-    # Instead of this tile where descriptors allow it and nothing is added to the result.
+    # Instead of this tile where descriptors allow it, nothing is added to the result, and Triton's
+    # Gluon is one that is known.
     specialized: Specialized | None = None
 
     def for_fp32(self) -> "Config":

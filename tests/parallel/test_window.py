@@ -8,7 +8,7 @@ import torch
 from rank_processes import Processes
 from rank_programs import Case
 from samebits import ProbPlacement
-from window_programs import refused, through_windows
+from window_programs import inference_first, refused, through_windows
 
 pytestmark = pytest.mark.distributed
 
@@ -46,6 +46,10 @@ def test_a_first_call_in_which_nobody_sends_a_row(two_ranks: Processes) -> None:
     case = Case(tokens=(3, 2), bounds=(0, 2, 4), ids=-1, transport="window")
 
     assert [line for lines in two_ranks.run(through_windows, [case]) for line in lines] == []
+
+
+def test_inference_mode_before_training(two_ranks: Processes) -> None:
+    assert two_ranks.run(inference_first) == [[], []]
 
 
 def test_what_is_refused(two_ranks: Processes) -> None:

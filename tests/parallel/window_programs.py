@@ -1,6 +1,8 @@
 """Windows of ranks on a CPU: files that every process maps stand for the memory of GPUs."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,10 +13,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from rank_programs import Case, repeated_calls, same_bits, same_bits_composed
+from rank_programs import (
+    Case,
+    draw,
+    part,
+    ranks_of,
+    repeated_calls,
+    same_bits,
+    same_bits_composed,
+    weights_of,
+)
 from samebits import Routing
 from samebits.nn import Experts
-from samebits.parallel import Capacity, ExpertParallel, Ranks, window
+from samebits.parallel import Capacity, ExpertParallel, Ranks, parallel_experts, window
 
 
 def mapped(group: dist.ProcessGroup, _device: torch.device, size: int) -> window.Memory:
@@ -34,17 +45,40 @@ def mapped(group: dist.ProcessGroup, _device: torch.device, size: int) -> window
     return window.Memory([of_rank(rank) for rank in ranks], lambda: dist.barrier(group))
 
 
+@contextmanager
+def in_files() -> Iterator[None]:
+    """Open windows in files, and forget them at the end."""
+    window.window_of.cache_clear()
+    with patch.object(window, "open_memory", mapped):
+        try:
+            yield
+        finally:
+            window.window_of.cache_clear()
+
+
 def through_windows(cases: list[Case]) -> list[str]:
     """Return what differs from the one-rank run, in layers and in their parts."""
-    with patch.object(window, "open_memory", mapped):
-        window.window_of.cache_clear()
+    with in_files():
         wrong = same_bits(cases)
         whole = [case for case in cases if case.wanted is None]
         wrong += repeated_calls(whole[:3])
         # The expert code of a caller wants experts.
         wrong += same_bits_composed([c for c in whole if len(set(c.bounds)) == len(c.bounds)])
-    window.window_of.cache_clear()
     return wrong
+
+
+def inference_first() -> list[str]:
+    """Return what differs where a window is opened in inference mode, and then serves training."""
+    group, device = dist.group.WORLD, torch.device("cpu")
+    assert group is not None
+    case = Case(tokens=(9, 4), bounds=(0, 2, 6), transport="window")
+    mine = part(case, draw(case, device), dist.get_rank())
+    routing = Routing(mine["topk_ids"], mine["topk_probs"])
+    ranks = ranks_of(case, group, device)
+    with in_files():
+        with torch.inference_mode():
+            parallel_experts(mine["x"], routing, weights_of(mine), ranks=ranks)
+        return same_bits([case])
 
 
 def refused() -> list[str]:

@@ -81,15 +81,11 @@ class Window:
         Determinism: exact copies.
         """
         rows = rows.contiguous()
-        # For one row at least, where nobody sends any.
-        self._grow(room_for(max(most, 1)) * rows.shape[1] * rows.element_size())
-        assert self._memory is not None
-        if (rows.dtype, rows.shape[1]) not in self._rows:
-            views = [_rows_of(memory, rows) for memory in self._memory.of_rank]
-            self._rows[rows.dtype, rows.shape[1]] = views
-        views = self._rows[rows.dtype, rows.shape[1]]
+        # What is kept serves calls in inference mode and others.
+        with torch.inference_mode(False):
+            views, barrier = self._room(rows, most)
         if not settled:
-            self._memory.barrier()
+            barrier()
         # Everybody begins with another one.
         for step in range(len(sent)):
             rank = (self._rank + 1 + step) % len(sent)
@@ -100,7 +96,7 @@ class Window:
                     target.copy_(rows[first : first + count])
                 else:
                     torch.index_select(rows, 0, index[first : first + count], out=target)
-        self._memory.barrier()
+        barrier()
         arrived = views[self._rank][:total]
         if arrived.shape[0] == total:
             return arrived.clone() if keep else arrived
@@ -109,8 +105,18 @@ class Window:
         out[: arrived.shape[0]] = arrived
         return out
 
-    def _grow(self, size: int) -> None:
-        if size > self._bytes:
+    def _room(self, rows: Tensor, most: int) -> tuple[list[Tensor], Callable[[], None]]:
+        """Return room for ``most`` rows like ``rows`` on every rank, and the barrier."""
+        # For one row at least, where nobody sends any.
+        memory = self._grown(room_for(max(most, 1)) * rows.shape[1] * rows.element_size())
+        kind = rows.dtype, rows.shape[1]
+        if kind not in self._rows:
+            self._rows[kind] = [_rows_of(part, rows) for part in memory.of_rank]
+        return self._rows[kind], memory.barrier
+
+    def _grown(self, size: int) -> Memory:
+        """Return memory of at least ``size`` bytes; where there is less, a collective."""
+        if self._memory is None or size > self._bytes:
             if self._memory is not None and self._device.type == "cuda":
                 # Nobody writes to it any more, once what was read of it has been.
                 torch.cuda.synchronize(self._device)
@@ -119,6 +125,7 @@ class Window:
             room = size + size // 4
             self._memory = open_memory(self._group, self._device, room)
             self._bytes = room
+        return self._memory
 
 
 def _rows_of(memory: Tensor, rows: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""The scaled product of many rows on sm_90; see its kernel."""
+"""The scaled product of many rows on sm_90: a candidate, not in use (docs/quantized.md)."""
